@@ -1,0 +1,34 @@
+"""fairseq_sharing: Transformers for fairseq whose layers share parameters.
+
+Give this folder to ``fairseq-train --user-dir``. The idea (Takase & Kiyono, arXiv 2104.06022) is in `strategies`; one
+mechanism, `sharing`, ties an existing stack of layers to it; the models are fairseq's plus that one call.
+
+    strategies     (N, M) -> assignment, the parameter set of each layer
+    sharing        tie a stack of layers to an assignment
+    checkpoint     one copy of each tensor when saving, ties restored and compared when loading
+    options        flags -> assignment
+    shared_model   what every model adds to fairseq's: flags, tie, hooks
+    upstream       the few changes to fairseq itself
+    models         one file per registered model
+    tools          the command ``fairseq-sharing``
+
+Symbols in comments and docstrings:
+    N  layers in a stack          M  parameter sets in a stack
+    B  sentences in a batch       T  positions in a sentence
+    C  channels, the model width  V  symbols in the dictionary
+    E  width of a factorised embedding    H  hidden width where it differs from E
+"""
+
+import importlib.util
+import logging
+
+__version__ = "0.1.0"
+
+# Without fairseq only the command line and `strategies` are of use; the command says what to install.
+if importlib.util.find_spec("fairseq") is not None:
+    # fairseq's text-to-speech task asks for tensorboardX whenever it is imported; tensorboard is enough here.
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
+    from . import upstream
+
+    upstream.apply()
+    from . import models  # noqa: F401

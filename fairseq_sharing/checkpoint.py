@@ -1,0 +1,91 @@
+"""Checkpoints of shared stacks: one copy of each tensor, and a record of who shares with whom.
+
+Two hooks on the stack itself do all the work, so every path that saves or loads a model goes through them: fairseq's
+trainer, its EMA, checkpoint averaging, component loading, the hub. Saving leaves borrowed tensors out and adds the
+record; loading compares the record, then lets the borrowers borrow again.
+
+The record is one small integer tensor, ``<stack>.sharing_version``: format, parts as bits, then the assignment. Its
+name contains "version" because fairseq's EMA leaves such keys alone. A stack that shares nothing saves exactly what
+upstream saves.
+"""
+
+import logging
+
+import torch
+from torch import nn
+
+from .sharing import ALL_PARTS, Sharing, shared_names
+
+logger = logging.getLogger(__name__)
+
+RECORD = "sharing_version"
+FORMAT = 1
+
+
+def encode_sharing(sharing: Sharing) -> torch.Tensor:
+    """Return the record as an integer tensor of N + 2 entries."""
+    bits = sum(1 << ALL_PARTS.index(part) for part in sharing.parts)
+    return torch.tensor([FORMAT, bits, *sharing.assignment], dtype=torch.int32)
+
+
+def decode_sharing(record: torch.Tensor) -> Sharing:
+    """Read a record back.
+
+    Raises:
+        ValueError: the record was written by a later version of this package.
+    """
+    version, bits, *assignment = record.tolist()
+    if version != FORMAT:
+        raise ValueError(
+            f"the sharing record has format {version}, this version of fairseq_sharing reads format {FORMAT}"
+        )
+    return Sharing(tuple(assignment), tuple(part for i, part in enumerate(ALL_PARTS) if bits & 1 << i))
+
+
+def register_checkpoint_hooks(layers: nn.ModuleList) -> None:
+    """Make a stack that went through `share_layers` save each tensor once and refuse a foreign sharing on loading."""
+    layers.register_state_dict_post_hook(drop_borrowed)
+    layers.register_load_state_dict_pre_hook(restore_borrowed)
+
+
+def drop_borrowed(layers: nn.ModuleList, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    """Leave borrowed tensors out of the state dict and add the record (a state-dict hook)."""
+    if layers.sharing.shares:
+        for borrower, _, name in shared_names(layers):
+            del state_dict[f"{prefix}{borrower}.{name}"]
+        state_dict[prefix + RECORD] = encode_sharing(layers.sharing)
+
+
+def restore_borrowed(layers: nn.ModuleList, state_dict: dict, prefix: str, *_) -> None:
+    """Compare the record, then put the borrowed tensors back (a hook that runs before loading).
+
+    A file without record is welcome when it holds every alias and aliases agree.
+
+    Raises:
+        ValueError: the checkpoint's sharing is not this stack's.
+    """
+    stack = prefix.rstrip(".")
+    record = state_dict.pop(prefix + RECORD, None)
+    if record is not None and not layers.sharing.same_as(decode_sharing(record)):
+        refuse(stack, f"shared as {decode_sharing(record)}", layers.sharing)
+    if not layers.sharing.shares or not any(key.startswith(prefix) for key in state_dict):
+        return
+    for borrower, owner, name in shared_names(layers):
+        borrowed, owned = f"{prefix}{borrower}.{name}", f"{prefix}{owner}.{name}"
+        if owned not in state_dict:
+            continue  # torch reports the missing key by its name
+        if borrowed not in state_dict:
+            if record is None:
+                refuse(stack, f"without a record of sharing and without layer {borrower}", layers.sharing)
+            state_dict[borrowed] = state_dict[owned]
+        elif not torch.equal(state_dict[borrowed], state_dict[owned]):
+            refuse(
+                stack, f"with different {name} in layers {owner} and {borrower}, that is not shared so", layers.sharing
+            )
+
+
+def refuse(stack: str, found: str, wanted: Sharing) -> None:
+    """Log the sentence, since fairseq's trainer replaces it by its own, then raise it."""
+    sentence = f"cannot load this checkpoint: its {stack} were saved {found}; this model shares them as {wanted}"
+    logger.error(sentence)
+    raise ValueError(sentence)

@@ -1,0 +1,84 @@
+"""Translation: fairseq's Transformer whose encoder and decoder layers share parameters.
+
+Source: Takase & Kiyono, "Lessons on Parameter Sharing across Layers in Transformers", arXiv 2104.06022; defaults are
+those of its table 1 (N=12, M=6; Universal: M=1, N=6, widened until its parameter count matches).
+"""
+
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer.transformer_legacy import (
+    base_architecture,
+    transformer_iwslt_de_en,
+    transformer_wmt_en_de,
+    transformer_wmt_en_de_big,
+)
+
+from ..options import refuse, resolve_sharing
+from ..shared_model import SharedLayers
+
+
+@register_model("transformer_shared")
+class SharedTransformerModel(SharedLayers, TransformerModel):
+    """fairseq's Transformer with N layers from M parameter sets in each stack."""
+
+
+# Size -> (fairseq's architecture, what Universal widens: width, FFN width and heads, about the parameters of M=6).
+SIZES = {
+    "": (base_architecture, (1024, 4096, 16)),
+    "_iwslt_de_en": (transformer_iwslt_de_en, (1024, 2048, 8)),
+    "_wmt_en_de": (transformer_wmt_en_de, (1024, 4096, 16)),
+    "_wmt_en_de_big": (transformer_wmt_en_de_big, (2048, 8192, 32)),
+}
+# Name -> (strategy, N, M). With M=1 all strategies are one.
+PRESETS = {
+    "sequence": ("sequence", 12, 6),
+    "cycle": ("cycle", 12, 6),
+    "cycle_rev": ("cycle_rev", 12, 6),
+    "universal": ("cycle", 6, 1),
+}
+
+
+def set_defaults(args, **defaults) -> None:
+    """Set what the user did not."""
+    for name, value in defaults.items():
+        setattr(args, name, getattr(args, name, value))
+
+
+def check_embeddings(args) -> None:
+    """Refuse embeddings tied across widths here: fairseq would only notice after it has made --save-dir."""
+    if args.share_all_embeddings and args.encoder_embed_dim != args.decoder_embed_dim:
+        refuse(
+            f"--share-all-embeddings needs one width, but --encoder-embed-dim is {args.encoder_embed_dim} "
+            f"and --decoder-embed-dim is {args.decoder_embed_dim}"
+        )
+
+
+def register_architecture(preset: str, size: str) -> None:
+    """Register ``transformer_shared_{preset}{size}``."""
+    strategy, num_layers, num_unique = PRESETS[preset]
+    upstream_architecture, (width, ffn, heads) = SIZES[size]
+
+    def architecture(args):
+        for stack in ("encoder", "decoder"):
+            set_defaults(args, **{f"{stack}_layers": num_layers})
+            if preset == "universal":
+                set_defaults(
+                    args,
+                    **{
+                        f"{stack}_embed_dim": width,
+                        f"{stack}_ffn_embed_dim": ffn,
+                        f"{stack}_attention_heads": heads,
+                    },
+                )
+        upstream_architecture(args)
+        check_embeddings(args)
+        for stack in ("encoder", "decoder"):
+            resolve_sharing(args, stack, strategy, num_unique)
+
+    architecture.__doc__ = f"{num_layers} layers from {num_unique} parameter sets in each stack ({strategy})."
+    register_model_architecture("transformer_shared", f"transformer_shared_{preset}{size}")(architecture)
+
+
+for preset in PRESETS:
+    for size in SIZES:
+        register_architecture(preset, size)

@@ -1,0 +1,182 @@
+"""The flags of sharing, and how they become an assignment. The only place where flags are spelled.
+
+An architecture names its strategy and M as presets; what the user types comes first. `resolve_sharing` runs inside
+the architecture function, that is while fairseq parses the command line and before it makes --save-dir, and again
+whenever a model is rebuilt from its checkpoint: it leaves its result in the arguments and is idempotent.
+"""
+
+import logging
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Optional
+
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from omegaconf import DictConfig, OmegaConf
+
+from .sharing import ALL_PARTS, Sharing
+from .strategies import STRATEGIES, build_assignment, parse_assignment, picture
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StackSharingConfig(FairseqDataclass):
+    """Sharing of one stack; the flags carry the stack's name in front (``--encoder-sharing``)."""
+
+    sharing: Optional[ChoiceEnum(list(STRATEGIES))] = field(
+        default=None, metadata={"help": "strategy that assigns M parameter sets to N layers"}
+    )
+    unique_layers: Optional[int] = field(
+        default=None, metadata={"help": "M, the number of parameter sets, from 1 to the number of layers N"}
+    )
+    assignment: Optional[str] = field(
+        default=None,
+        metadata={"help": "parameter set of each layer, such as 0,1,2,2,1,0; takes the place of strategy and M"},
+    )
+
+
+@dataclass
+class SharingPartsConfig(FairseqDataclass):
+    """What all stacks of a model have in common."""
+
+    sharing_parts: str = field(
+        default=",".join(ALL_PARTS),
+        metadata={
+            "help": "parts of a layer that are shared: any of attention, ffn, norm. With attention or ffn alone, "
+            "the LayerNorms of that sublayer are shared with it"
+        },
+    )
+
+
+def add_sharing_args(parser, stacks) -> None:
+    """Add the flags of each stack (``encoder``, ``decoder``) and the common ones to a fairseq parser."""
+    for stack in stacks:
+        gen_parser_from_dataclass(parser, StackSharingConfig(), delete_default=True, with_prefix=f"--{stack}")
+    gen_parser_from_dataclass(parser, SharingPartsConfig(), delete_default=True)
+
+
+def as_namespace(args) -> Namespace:
+    """Return the arguments as a flat Namespace; fairseq-hydra-train gives legacy models a DictConfig."""
+    return Namespace(**OmegaConf.to_container(args, resolve=True)) if isinstance(args, DictConfig) else args
+
+
+def refuse(sentence: str) -> None:
+    """Log what is wrong with the flags, then raise it."""
+    logger.error(sentence)
+    raise ValueError(sentence)
+
+
+def resolve_sharing(args, stack: str, strategy: str, num_unique: int) -> None:
+    """Check the flags of one stack and leave strategy, M and parts in ``args``.
+
+    What is left describes the model completely: strategy and M, or an assignment with its M and no strategy.
+
+    Args:
+        args: arguments after the architecture's other defaults (``{stack}_layers`` is there).
+        stack: ``encoder`` or ``decoder``.
+        strategy: the architecture's strategy, used when none was given.
+        num_unique: the architecture's M, used when none was given.
+
+    Raises:
+        ValueError: the flags contradict each other or cannot be right together with sharing.
+    """
+    num_layers = getattr(args, f"{stack}_layers")
+    given = {name: getattr(args, f"{stack}_{name}", None) for name in ("sharing", "unique_layers", "assignment")}
+    unique = given["unique_layers"]
+    if given["assignment"] is not None and not isinstance(given["assignment"], str):  # a list, from YAML
+        given["assignment"] = ",".join(map(str, given["assignment"]))
+    args.sharing_parts = ",".join(parse_parts(getattr(args, "sharing_parts", None)))
+
+    if given["assignment"] is not None:
+        assignment = check_assignment(stack, num_layers, **given)
+        given["sharing"], unique = None, len(set(assignment))
+    else:
+        given["sharing"] = given["sharing"] or strategy
+        if given["sharing"] == "none":
+            if unique not in (None, num_layers):
+                refuse(
+                    f"--{stack}-unique-layers {unique} contradicts --{stack}-sharing none with --{stack}-layers {num_layers}: "
+                    "nothing is shared only when both are equal"
+                )
+            unique = None
+        else:
+            preset = unique is None
+            unique = num_unique if preset else unique
+            if not 1 <= unique <= num_layers:
+                refuse(
+                    f"--{stack}-unique-layers {unique}{' (the default of this architecture)' if preset else ''} "
+                    f"must be between 1 and --{stack}-layers {num_layers}"
+                )
+            if unique == num_layers and num_layers > 1:
+                logger.warning(
+                    f"--{stack}-unique-layers {unique}{' (the default of this architecture)' if preset else ''} "
+                    f"equals --{stack}-layers {num_layers}: nothing is shared in the {stack}"
+                )
+    setattr(args, f"{stack}_sharing", given["sharing"])
+    setattr(args, f"{stack}_unique_layers", unique)
+    setattr(args, f"{stack}_assignment", given["assignment"])
+    if get_sharing(args, stack).shares:
+        check_neighbours(args, stack)
+
+
+def check_assignment(
+    stack: str, num_layers: int, sharing: str | None, unique_layers: int | None, assignment: str
+) -> list[int]:
+    """Read ``--{stack}-assignment`` and hold it against the other flags of the stack."""
+    flag = f"--{stack}-assignment {assignment}"
+    try:
+        numbers = parse_assignment(assignment)
+    except ValueError as error:
+        refuse(f"--{stack}-assignment {error}")
+    if len(numbers) != num_layers:
+        refuse(f"{flag} has {len(numbers)} entries and must have one for each of --{stack}-layers {num_layers}")
+    num_unique = len(set(numbers))
+    if unique_layers not in (None, num_unique):
+        refuse(f"{flag} uses {num_unique} parameter sets, which contradicts --{stack}-unique-layers {unique_layers}")
+    if sharing is not None:
+        expected = list(range(num_layers)) if sharing == "none" else build_assignment(sharing, num_layers, num_unique)
+        if Sharing(tuple(expected)).owners != Sharing(tuple(numbers)).owners:
+            refuse(f"{flag} contradicts --{stack}-sharing {sharing}, which is {picture(expected)}")
+    return numbers
+
+
+def check_neighbours(args, stack: str) -> None:
+    """Refuse fairseq's options that cannot be right when layers share parameters."""
+    if getattr(args, f"{stack}_layers_to_keep", None):
+        refuse(
+            f"--{stack}-layers-to-keep {getattr(args, f'{stack}_layers_to_keep')} cannot prune layers that share parameters "
+            f"({get_sharing(args, stack)}): use --{stack}-sharing none"
+        )
+    if getattr(args, "base_layers", 0):
+        refuse(
+            f"--base-layers {args.base_layers} cannot be combined with --{stack}-sharing: BASE layers are no part of the assignment"
+        )
+    if getattr(args, "ddp_backend", None) == "fully_sharded":
+        refuse(
+            "--ddp-backend fully_sharded wraps each layer by itself and cannot share parameters across layers "
+            f"({stack}: {get_sharing(args, stack)}): use --ddp-backend legacy_ddp"
+        )
+
+
+def parse_parts(text: str | None) -> list[str]:
+    """Read ``--sharing-parts``: the parts in their fixed order."""
+    parts = [part.strip() for part in (text if text is not None else ",".join(ALL_PARTS)).split(",")]
+    unknown = [part for part in parts if part not in ALL_PARTS]
+    if unknown:
+        refuse(f"--sharing-parts {text}: {unknown[0]!r} is none of {', '.join(ALL_PARTS)}")
+    return [part for part in ALL_PARTS if part in parts]
+
+
+def get_sharing(args, stack: str) -> Sharing:
+    """Return the sharing of a stack from arguments that went through `resolve_sharing`."""
+    num_layers = getattr(args, f"{stack}_layers")
+    if getattr(args, f"{stack}_assignment") is not None:
+        assignment = parse_assignment(getattr(args, f"{stack}_assignment"))
+    elif getattr(args, f"{stack}_sharing") == "none":
+        assignment = list(range(num_layers))
+    else:
+        assignment = build_assignment(
+            getattr(args, f"{stack}_sharing"), num_layers, getattr(args, f"{stack}_unique_layers")
+        )
+    return Sharing(tuple(assignment), tuple(parse_parts(args.sharing_parts)))

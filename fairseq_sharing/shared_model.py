@@ -1,0 +1,61 @@
+"""What every family adds to its fairseq model: flags, the tie after construction, checkpoint hooks, a line at start-up."""
+
+import logging
+from typing import ClassVar
+
+from .checkpoint import register_checkpoint_hooks
+from .options import add_sharing_args, as_namespace, get_sharing
+from .sharing import count_saved, share_layers
+
+logger = logging.getLogger(__name__)
+
+
+class SharedLayers:
+    """Mixin in front of a fairseq model class: builds that model, then ties its stacks.
+
+    Attributes:
+        STACKS: for each stack, the name that its flags carry and where the model keeps its layers.
+    """
+
+    STACKS: ClassVar[dict[str, str]] = {"encoder": "encoder.layers", "decoder": "decoder.layers"}
+
+    @classmethod
+    def add_args(cls, parser):
+        """Add fairseq's flags of this model, then those of sharing."""
+        super().add_args(parser)
+        add_sharing_args(parser, cls.STACKS)
+
+    @classmethod
+    def build_model(cls, args, task):
+        """Build fairseq's model, then tie its stacks as the arguments say.
+
+        Raises:
+            ValueError: a stack has nothing to tie, or its layers differ.
+        """
+        args = as_namespace(args)
+        model = super().build_model(args, task)
+        model.startup_lines = []
+        for stack, path in cls.STACKS.items():
+            layers = model.get_submodule(path)
+            sharing = get_sharing(args, stack)
+            share_layers(layers, sharing.assignment, sharing.parts)
+            register_checkpoint_hooks(layers)
+            strategy = getattr(args, f"{stack}_sharing") or "assignment"
+            model.startup_lines.append(format_stack(stack, strategy, layers))
+        return model
+
+    def train(self, mode: bool = True):
+        """Switch to training; the first time, log the picture of each stack. Decoding never gets here."""
+        if mode:
+            for line in self.__dict__.pop("startup_lines", []):
+                logger.info(line)
+        return super().train(mode)
+
+
+def format_stack(stack: str, strategy: str, layers) -> str:
+    """Return the line that shows a stack: N, M, strategy, picture and the parameters saved."""
+    sharing = layers.sharing
+    return (
+        f"{stack}: {len(sharing.assignment)} layers from {len(set(sharing.assignment))} parameter sets ({strategy}): "
+        f"{sharing}; {count_saved(layers):,} parameters saved"
+    )

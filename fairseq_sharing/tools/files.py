@@ -1,0 +1,60 @@
+"""Reading checkpoints and writing results so that a mistake costs one sentence and no file."""
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def load_checkpoint(path: str) -> dict:
+    """Return a fairseq checkpoint as saved, on the CPU, under torch's ``weights_only=True``.
+
+    Raises:
+        ValueError: there is no such file, or it is no whole fairseq checkpoint.
+    """
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no file {path}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0].split(" In PyTorch")[0]
+        raise ValueError(f"{path} is no checkpoint that can be loaded safely: {reason}") from None
+    except (RuntimeError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is no checkpoint, or a truncated one: {str(error).splitlines()[0]}") from None
+    if not isinstance(state, dict) or "model" not in state:
+        raise ValueError(f"{path} is no fairseq checkpoint: it holds no 'model'")
+    return state
+
+
+def check_output(path: str, force: bool) -> None:
+    """Refuse an output that would be lost or could not be written, before any work is done.
+
+    Raises:
+        ValueError: the file exists and --force was not given, or its folder does not exist.
+    """
+    if os.path.isdir(path):
+        raise ValueError(f"--output {path} is a folder, not a file")
+    if os.path.exists(path) and not force:
+        raise ValueError(f"--output {path} exists: remove it or add --force")
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"--output {path}: there is no folder {Path(path).absolute().parent}")
+
+
+def write_atomically(path: str, write: Callable[[str], None]) -> None:
+    """Call ``write`` with a temporary name beside ``path`` and rename: the file is there whole or not at all.
+
+    Raises:
+        ValueError: the file could not be written; nothing is left behind.
+    """
+    temporary = f"{path}.tmp"
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full
+        raise ValueError(f"cannot write {path}: {str(error).splitlines()[0]}") from error
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)

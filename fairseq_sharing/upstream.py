@@ -1,0 +1,123 @@
+"""The only place where fairseq itself is changed, each change with its reason.
+
+Nothing here depends on sharing: each function mends a fault that a stock model has too on today's torch, and each is
+skipped when upstream no longer has the function it replaces. Importing the package applies them once.
+"""
+
+import argparse
+import functools
+import logging
+import os
+import shutil
+
+import numpy as np
+import torch
+from fairseq import checkpoint_utils, utils
+from fairseq.file_io import PathManager
+
+logger = logging.getLogger(__name__)
+
+
+def allow_checkpoint_classes() -> None:
+    """Let fairseq's checkpoints load while torch's ``weights_only=True`` stays on.
+
+    A checkpoint holds its arguments as a Namespace and, after training with --eval-bleu, numpy scalars in the meters.
+    Nothing else is allowed, so a file that wants to run code is still refused.
+    """
+    multiarray = getattr(np, "_core", None) or np.core
+    torch.serialization.add_safe_globals(
+        [
+            argparse.Namespace,
+            np.ndarray,
+            np.dtype,
+            type(np.dtype(np.int64)),
+            type(np.dtype(np.float64)),
+            multiarray.multiarray.scalar,
+            multiarray.multiarray._reconstruct,
+        ]
+    )
+
+
+def move_to_cpu(sample):
+    """Move to the CPU in fp32 as fairseq does, but keep two names of one tensor one tensor.
+
+    Upstream copies tensor by tensor: from a GPU or in half precision a tied embedding is written once per name.
+    """
+    moved = {}
+
+    def move(tensor):
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if key not in moved or tensor.numel() == 0:
+            half = tensor.dtype in {torch.bfloat16, torch.float16}
+            moved[key] = (tensor.to(dtype=torch.float32) if half else tensor).cpu()
+        return moved[key]
+
+    return utils.apply_to_sample(move, sample)
+
+
+def copy_atomically(copy):
+    """Copy under a temporary name and rename: checkpoint_last.pt and checkpoint_best.pt are copies.
+
+    Upstream overwrites them in place, so a kill or a full disk in between leaves a truncated checkpoint.
+    """
+
+    @functools.wraps(copy)
+    def wrapper(src_path: str, dst_path: str, overwrite: bool = False):
+        if PathManager.path_requires_pathmanager(dst_path):
+            return copy(src_path, dst_path, overwrite)
+        temporary = f"{dst_path}.tmp"
+        try:
+            shutil.copyfile(src_path, temporary)
+            os.replace(temporary, dst_path)
+        except OSError as error:
+            report_failed_write(dst_path, temporary, error)
+            raise
+        return dst_path
+
+    return wrapper
+
+
+def save_or_explain(save):
+    """Say in one sentence why a checkpoint could not be written, and leave no half-written file behind."""
+
+    @functools.wraps(save)
+    def wrapper(obj, filename, *args, **kwargs):
+        try:
+            return save(obj, filename, *args, **kwargs)
+        except (OSError, RuntimeError) as error:
+            report_failed_write(filename, f"{filename}.tmp", error)
+            raise
+
+    return wrapper
+
+
+def report_failed_write(path: str, temporary: str, error: Exception) -> None:
+    """Log the sentence and remove the temporary file."""
+    if os.path.exists(temporary):
+        os.remove(temporary)
+    folder = os.path.dirname(os.path.abspath(path))
+    free = (
+        f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there"
+        if os.path.isdir(folder)
+        else "no such folder"
+    )
+    reason = str(error).splitlines()[0]
+    logger.error(f"cannot write checkpoint {path}: {reason}; {free}; checkpoints written before are untouched")
+
+
+def replace(owner, name: str, wrap) -> None:
+    """Put ``wrap(original)`` in the place of an upstream function, once, if upstream has it."""
+    original = getattr(owner, name, None)
+    if original is None or getattr(original, "patched_by_fairseq_sharing", False):
+        return
+    patched = wrap(original)
+    patched.patched_by_fairseq_sharing = True
+    setattr(owner, name, staticmethod(patched) if isinstance(owner, type) else patched)
+
+
+def apply() -> None:
+    """Apply every change of this file; a second call changes nothing."""
+    allow_checkpoint_classes()
+    replace(utils, "move_to_cpu", lambda original: functools.wraps(original)(move_to_cpu))
+    replace(PathManager, "copy", copy_atomically)
+    replace(checkpoint_utils, "torch_persistent_save", save_or_explain)
