@@ -96,8 +96,8 @@ def resolve_sharing(args, stack: str, strategy: str, num_unique: int) -> None:
         if given["sharing"] == "none":
             if unique not in (None, num_layers):
                 refuse(
-                    f"--{stack}-unique-layers {unique} contradicts --{stack}-sharing none with --{stack}-layers {num_layers}: "
-                    "nothing is shared only when both are equal"
+                    f"--{stack}-unique-layers {unique} contradicts --{stack}-sharing none, "
+                    f"which gives each of --{stack}-layers {num_layers} its own parameters"
                 )
             unique = None
         else:
@@ -145,12 +145,13 @@ def check_neighbours(args, stack: str) -> None:
     """Refuse fairseq's options that cannot be right when layers share parameters."""
     if getattr(args, f"{stack}_layers_to_keep", None):
         refuse(
-            f"--{stack}-layers-to-keep {getattr(args, f'{stack}_layers_to_keep')} cannot prune layers that share parameters "
-            f"({get_sharing(args, stack)}): use --{stack}-sharing none"
+            f"--{stack}-layers-to-keep {getattr(args, f'{stack}_layers_to_keep')} cannot prune layers "
+            f"that share parameters ({get_sharing(args, stack)}): use --{stack}-sharing none"
         )
     if getattr(args, "base_layers", 0):
         refuse(
-            f"--base-layers {args.base_layers} cannot be combined with --{stack}-sharing: BASE layers are no part of the assignment"
+            f"--base-layers {args.base_layers} cannot be combined with --{stack}-sharing "
+            f"{getattr(args, f'{stack}_sharing')}: BASE layers are no part of the assignment"
         )
     if getattr(args, "ddp_backend", None) == "fully_sharded":
         refuse(

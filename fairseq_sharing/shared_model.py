@@ -1,4 +1,4 @@
-"""What every family adds to its fairseq model: flags, the tie after construction, checkpoint hooks, a line at start-up."""
+"""What every family adds to its fairseq model: flags, ties, checkpoint hooks and a line at start-up."""
 
 import logging
 from typing import ClassVar

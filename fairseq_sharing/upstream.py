@@ -13,7 +13,9 @@ import shutil
 import numpy as np
 import torch
 from fairseq import checkpoint_utils, utils
+from fairseq.data import data_utils
 from fairseq.file_io import PathManager
+from fairseq.tasks.translation import TranslationTask
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +107,43 @@ def report_failed_write(path: str, temporary: str, error: Exception) -> None:
     logger.error(f"cannot write checkpoint {path}: {reason}; {free}; checkpoints written before are untouched")
 
 
+def check_data_folder(args) -> None:
+    """Say what is wrong with a translation task's data folder where fairseq would fail to infer a language pair.
+
+    Args:
+        args: configuration with ``data`` (one folder, or several joined by colons), ``source_lang``, ``target_lang``.
+
+    Raises:
+        ValueError: a folder does not exist or was not made by fairseq-preprocess.
+    """
+    languages_given = args.source_lang is not None and args.target_lang is not None
+    for folder in utils.split_paths(args.data):
+        if PathManager.path_requires_pathmanager(folder):
+            continue
+        if not os.path.isdir(folder):
+            problem = "does not exist"
+        elif not any(name.startswith("dict.") for name in os.listdir(folder)):
+            problem = "holds no dictionary dict.<language>.txt, so its text is not binarised"
+        elif not languages_given and data_utils.infer_language_pair(folder) == (None, None):
+            problem = "holds no file <split>.<source>-<target>.<language>.idx, so its text is not binarised"
+        else:
+            continue
+        sentence = f"data folder {folder} {problem}: give the --destdir of fairseq-preprocess"
+        logger.error(sentence)
+        raise ValueError(sentence)
+
+
+def setup_task_checked(setup_task):
+    """Check the data folder first."""
+
+    @functools.wraps(setup_task)
+    def wrapper(cls, cfg, **kwargs):
+        check_data_folder(cfg)
+        return setup_task.__func__(cls, cfg, **kwargs)
+
+    return wrapper
+
+
 def replace(owner, name: str, wrap) -> None:
     """Put ``wrap(original)`` in the place of an upstream function, once, if upstream has it."""
     original = getattr(owner, name, None)
@@ -112,7 +151,8 @@ def replace(owner, name: str, wrap) -> None:
         return
     patched = wrap(original)
     patched.patched_by_fairseq_sharing = True
-    setattr(owner, name, staticmethod(patched) if isinstance(owner, type) else patched)
+    kind = type(owner.__dict__[name]) if isinstance(owner, type) else None  # staticmethod, classmethod or neither
+    setattr(owner, name, kind(patched) if kind in (staticmethod, classmethod) else patched)
 
 
 def apply() -> None:
@@ -121,3 +161,4 @@ def apply() -> None:
     replace(utils, "move_to_cpu", lambda original: functools.wraps(original)(move_to_cpu))
     replace(PathManager, "copy", copy_atomically)
     replace(checkpoint_utils, "torch_persistent_save", save_or_explain)
+    replace(TranslationTask, "setup_task", setup_task_checked)

@@ -15,6 +15,7 @@ from fairseq.models.transformer.transformer_legacy import (
 
 from ..options import refuse, resolve_sharing
 from ..shared_model import SharedLayers
+from ..upstream import check_data_folder
 
 
 @register_model("transformer_shared")
@@ -53,6 +54,12 @@ def check_embeddings(args) -> None:
         )
 
 
+def check_data(args) -> None:
+    """Look at the data folder before fairseq makes --save-dir."""
+    if getattr(args, "task", None) == "translation" and getattr(args, "data", None):
+        check_data_folder(args)
+
+
 def register_architecture(preset: str, size: str) -> None:
     """Register ``transformer_shared_{preset}{size}``."""
     strategy, num_layers, num_unique = PRESETS[preset]
@@ -71,6 +78,8 @@ def register_architecture(preset: str, size: str) -> None:
                     },
                 )
         upstream_architecture(args)
+        if not hasattr(args, "_name"):  # parsing a command line, not rebuilding a model whose data may be elsewhere
+            check_data(args)
         check_embeddings(args)
         for stack in ("encoder", "decoder"):
             resolve_sharing(args, stack, strategy, num_unique)

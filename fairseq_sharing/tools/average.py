@@ -43,7 +43,7 @@ def add_arguments(parser) -> None:
         "--checkpoint-upper-bound",
         type=int,
         metavar="N",
-        help="leave out files after this epoch (with --num-epoch-checkpoints) or update (with --num-update-checkpoints)",
+        help="leave out files after this epoch (--num-epoch-checkpoints) or update (--num-update-checkpoints)",
     )
     parser.add_argument("--force", action="store_true", help="overwrite the output")
 

@@ -51,7 +51,7 @@ def parse_architecture(arch: str, flags: list[str]):
         raise ValueError(f"--arch {arch} is not known to fairseq or to this plugin, which adds {known}")
     if not ARCH_MODEL_REGISTRY[arch].__module__.endswith((".transformer_legacy", ".transformer_shared")):
         raise ValueError(f"--arch {arch}: only Transformers for translation can be shown")
-    return options.parse_args_and_arch(options.get_training_parser(), ["no-data", "--arch", arch, *flags])
+    return options.parse_args_and_arch(options.get_training_parser(), ["", "--arch", arch, *flags])
 
 
 def build_without_memory(args, source_size: int, target_size: int):
@@ -67,7 +67,7 @@ def build_without_memory(args, source_size: int, target_size: int):
 
 
 def count_components(model) -> list[tuple[str, int, int]]:
-    """Return (component, unique parameters, parameters without sharing) for each component; they add up to the model."""
+    """Return (component, unique parameters, parameters without sharing); they add up to the model."""
     from ..sharing import count_saved
 
     counts = []
