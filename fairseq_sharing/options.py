@@ -143,9 +143,10 @@ def check_assignment(
 
 def check_neighbours(args, stack: str) -> None:
     """Refuse fairseq's options that cannot be right when layers share parameters."""
-    if getattr(args, f"{stack}_layers_to_keep", None):
+    keep = getattr(args, f"{stack}_layers_to_keep", None)
+    if keep:
         refuse(
-            f"--{stack}-layers-to-keep {getattr(args, f'{stack}_layers_to_keep')} cannot prune layers "
+            f"--{stack}-layers-to-keep {keep if isinstance(keep, str) else ','.join(map(str, keep))} cannot prune layers "
             f"that share parameters ({get_sharing(args, stack)}): use --{stack}-sharing none"
         )
     if getattr(args, "base_layers", 0):

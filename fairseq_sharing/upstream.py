@@ -15,6 +15,7 @@ import torch
 from fairseq import checkpoint_utils, utils
 from fairseq.data import data_utils
 from fairseq.file_io import PathManager
+from fairseq.models.ema.ema import EMA
 from fairseq.tasks.translation import TranslationTask
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,20 @@ def report_failed_write(path: str, temporary: str, error: Exception) -> None:
     logger.error(f"cannot write checkpoint {path}: {reason}; {free}; checkpoints written before are untouched")
 
 
+def restore_with_versions(restore):
+    """Give back to a moving average the keys with "version" in their name, which its own update leaves out.
+
+    Loading looks at them: upstream reads the format of a stack from them, this plugin the sharing of its layers.
+    """
+
+    @functools.wraps(restore)
+    def wrapper(self, state_dict, *args, **kwargs):
+        versions = {key: value for key, value in self.model.state_dict().items() if "version" in key}
+        return restore(self, {**versions, **state_dict}, *args, **kwargs)
+
+    return wrapper
+
+
 def check_data_folder(args) -> None:
     """Say what is wrong with a translation task's data folder where fairseq would fail to infer a language pair.
 
@@ -161,4 +176,5 @@ def apply() -> None:
     replace(utils, "move_to_cpu", lambda original: functools.wraps(original)(move_to_cpu))
     replace(PathManager, "copy", copy_atomically)
     replace(checkpoint_utils, "torch_persistent_save", save_or_explain)
+    replace(EMA, "restore", restore_with_versions)
     replace(TranslationTask, "setup_task", setup_task_checked)

@@ -1,0 +1,166 @@
+"""Flags to assignment: presets, precedence, and one sentence for every contradiction, while parsing."""
+
+import argparse
+import logging
+
+import pytest
+from conftest import parse
+from fairseq.models import ARCH_MODEL_REGISTRY
+from omegaconf import OmegaConf
+
+from fairseq_sharing.options import as_namespace, get_sharing, resolve_sharing
+
+CYCLE = "transformer_shared_cycle"
+
+
+def picture_of(args, stack="encoder"):
+    return str(get_sharing(args, stack))
+
+
+def test_presets_are_the_papers():
+    args = parse("transformer_shared_cycle_rev")
+    assert (args.encoder_layers, args.encoder_unique_layers, args.encoder_sharing) == (12, 6, "cycle_rev")
+    assert picture_of(args) == picture_of(args, "decoder") == "0 1 2 3 4 5 5 4 3 2 1 0"
+    assert (args.encoder_embed_dim, args.encoder_ffn_embed_dim, args.decoder_attention_heads) == (512, 2048, 8)
+
+
+@pytest.mark.parametrize(
+    ("size", "width", "ffn", "heads"),
+    [
+        ("", 1024, 4096, 16),
+        ("_wmt_en_de", 1024, 4096, 16),
+        ("_iwslt_de_en", 1024, 2048, 8),
+        ("_wmt_en_de_big", 2048, 8192, 32),
+    ],
+)
+def test_universal_is_wider(size, width, ffn, heads):
+    args = parse(f"transformer_shared_universal{size}")
+    for stack in ("encoder", "decoder"):
+        assert getattr(args, f"{stack}_embed_dim") == width
+        assert getattr(args, f"{stack}_ffn_embed_dim") == ffn
+        assert getattr(args, f"{stack}_attention_heads") == heads
+        assert picture_of(args, stack) == "0 0 0 0 0 0"
+
+
+def test_each_stack_has_its_own_n_m_and_strategy():
+    args = parse(
+        CYCLE, *("--encoder-layers", "4", "--encoder-unique-layers", "2", "--decoder-layers", "3"),
+        *("--decoder-unique-layers", "1", "--encoder-sharing", "sequence"),
+    )  # fmt: skip
+    assert picture_of(args) == "0 0 1 1"
+    assert picture_of(args, "decoder") == "0 0 0"
+
+
+def test_the_preset_m_is_only_a_default():
+    args = parse(CYCLE, "--encoder-layers", "3", "--encoder-assignment", "0,1,0", "--decoder-sharing", "none")
+    assert picture_of(args) == "0 1 0" and args.encoder_unique_layers == 2 and args.encoder_sharing is None
+    assert picture_of(args, "decoder") == "0 1 2 3 4 5 6 7 8 9 10 11"
+
+
+def test_nothing_shared_warns(caplog):
+    with caplog.at_level(logging.WARNING):
+        parse(CYCLE, "--encoder-layers", "6")
+    assert "--encoder-unique-layers 6 (the default of this architecture) equals --encoder-layers 6" in caplog.text
+    assert "decoder" not in caplog.text
+
+
+def test_parts_come_out_in_their_order():
+    assert parse(CYCLE, "--sharing-parts", "norm, attention").sharing_parts == "attention,norm"
+    assert parse(CYCLE).sharing_parts == "attention,ffn,norm"
+
+
+def test_resolving_twice_changes_nothing():
+    for flags in (
+        [],
+        ["--encoder-sharing", "none"],
+        ["--encoder-assignment", "0,1,2,3,4,5,0,1,2,3,4,0"],
+        ["--decoder-sharing", "sequence", "--decoder-unique-layers", "4"],
+    ):
+        args = parse(CYCLE, *flags)
+        again = argparse.Namespace(**vars(args))
+        for stack in ("encoder", "decoder"):
+            resolve_sharing(again, stack, "cycle_rev", 6)
+        assert again == args
+
+
+def test_configurations_from_yaml():
+    config = OmegaConf.create({"encoder_layers": 3, "encoder_assignment": [0, 1, 0]})
+    args = as_namespace(config)
+    resolve_sharing(args, "encoder", "cycle", 2)
+    assert picture_of(args) == "0 1 0" and args.encoder_assignment == "0,1,0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--encoder-unique-layers", "0"], "--encoder-unique-layers 0 must be between 1 and --encoder-layers 12"),
+        (["--decoder-unique-layers", "-2"], "--decoder-unique-layers -2 must be between 1 and --decoder-layers 12"),
+        (["--encoder-unique-layers", "13"], "--encoder-unique-layers 13 must be between 1 and --encoder-layers 12"),
+        (
+            ["--encoder-layers", "4"],
+            r"--encoder-unique-layers 6 \(the default of this architecture\) must be between 1 and --encoder-layers 4",
+        ),
+        (
+            ["--encoder-sharing", "none", "--encoder-unique-layers", "6"],
+            "--encoder-unique-layers 6 contradicts --encoder-sharing none, .* --encoder-layers 12",
+        ),
+        (
+            ["--decoder-layers", "4", "--decoder-assignment", "0,1,0,1", "--decoder-unique-layers", "3"],
+            "--decoder-assignment 0,1,0,1 uses 2 parameter sets, which contradicts --decoder-unique-layers 3",
+        ),
+        (
+            ["--decoder-layers", "4", "--decoder-assignment", "0,1,1,0", "--decoder-sharing", "cycle"],
+            "--decoder-assignment 0,1,1,0 contradicts --decoder-sharing cycle, which is 0 1 0 1",
+        ),
+        (
+            ["--encoder-assignment", "0,1,0"],
+            "--encoder-assignment 0,1,0 has 3 entries and must have one for each of --encoder-layers 12",
+        ),
+        (["--encoder-assignment", "0,1,zwei"], "--encoder-assignment '0,1,zwei' is not a list of whole numbers"),
+        (["--encoder-assignment", "0,-1"], "--encoder-assignment '0,-1' holds the negative number -1"),
+        (["--encoder-assignment", "0,2"], "--encoder-assignment '0,2' names parameter set 2 but leaves out 1"),
+        (["--sharing-parts", "attention,embedding"], "--sharing-parts attention,embedding: 'embedding' is none of"),
+        (["--sharing-parts", ""], "--sharing-parts : '' is none of"),
+        (["--encoder-layers-to-keep", "0,1"], "--encoder-layers-to-keep 0,1 cannot prune"),
+        (["--decoder-layers-to-keep", "0,1"], "--decoder-layers-to-keep 0,1 cannot prune"),
+        (["--base-layers", "1"], "--base-layers 1 cannot be combined with --encoder-sharing cycle"),
+        (["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded .* use --ddp-backend legacy_ddp"),
+        (
+            ["--share-all-embeddings", "--encoder-embed-dim", "64", "--decoder-embed-dim", "32"],
+            "--encoder-embed-dim is 64 and --decoder-embed-dim is 32",
+        ),
+    ],
+)
+def test_contradictions_are_refused_and_logged(flags, sentence, caplog):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        parse(CYCLE, *flags)
+    assert str(caught.value) in caplog.messages
+
+
+def test_refused_only_where_something_is_shared():
+    nothing = ["--encoder-sharing", "none", "--decoder-sharing", "none"]
+    parse(CYCLE, *nothing, "--ddp-backend", "fully_sharded")
+    parse(CYCLE, *nothing, "--encoder-layers-to-keep", "0,1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--encoder-sharing", "spiral"], "argument --encoder-sharing: invalid choice: 'spiral'"),
+        (["--decoder-unique-layers", "three"], "argument --decoder-unique-layers: invalid int value: 'three'"),
+    ],
+)
+def test_one_bad_flag_is_argparses_business(flags, sentence, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(CYCLE, *flags)
+    assert caught.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_every_flag_has_its_help():
+    parser = argparse.ArgumentParser()
+    ARCH_MODEL_REGISTRY[CYCLE].add_args(parser)
+    shown = parser.format_help()
+    for stack in ("encoder", "decoder"):
+        for flag in ("sharing", "unique-layers", "assignment"):
+            assert f"--{stack}-{flag}" in shown
+    assert "--sharing-parts" in shown and "{none,sequence,cycle,cycle_rev}" in shown
