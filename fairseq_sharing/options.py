@@ -145,9 +145,10 @@ def check_neighbours(args, stack: str) -> None:
     """Refuse fairseq's options that cannot be right when layers share parameters."""
     keep = getattr(args, f"{stack}_layers_to_keep", None)
     if keep:
+        keep = keep if isinstance(keep, str) else ",".join(map(str, keep))
         refuse(
-            f"--{stack}-layers-to-keep {keep if isinstance(keep, str) else ','.join(map(str, keep))} cannot prune layers "
-            f"that share parameters ({get_sharing(args, stack)}): use --{stack}-sharing none"
+            f"--{stack}-layers-to-keep {keep} cannot prune layers that share parameters "
+            f"({get_sharing(args, stack)}): use --{stack}-sharing none"
         )
     if getattr(args, "base_layers", 0):
         refuse(
