@@ -167,9 +167,7 @@ def draw(runs: dict[str, list[Validation]], out: Path) -> None:
                 if points and len(runs) == 1:
                     loss = points[-1][1]
                     value = f"perplexity {2**loss:.1f}" if in_bits else f"{loss:.2f}"
-                    axis.annotate(
-                        value, points[-1], xytext=(0, 9), textcoords="offset points", ha="right", color=color
-                    )
+                    axis.annotate(value, points[-1], xytext=(0, 9), textcoords="offset points", ha="right", color=color)
             axis.set_xlim(left=0)
             axis.set_xlabel("updates" if quantity == "updates" else "training time (minutes)")
         first, last = axes[0][0], axes[0][-1]
