@@ -121,9 +121,10 @@ run_logged() {
 }
 
 fail() {
-    printf '\n' >&2
-    tail -n 15 "$2" >&2
-    status=1 die "$1 failed; its complete log is $2"
+    local what=$1 log
+    shift
+    for log in "$@"; do printf '\n' >&2; tail -n 12 "$log" >&2; done
+    status=1 die "$what failed; the complete log: $*"
 }
 
 record_time() { printf '%s %s\n' "$1" $((SECONDS - $2)) >>"$RUN/seconds.txt"; }
@@ -204,7 +205,7 @@ fi
 bin=$RUN/data/bin
 checkpoints=$RUN/checkpoints
 if command -v flock >/dev/null; then
-    exec 9>"$RUN/.lock"
+    exec 9>>"$RUN/.lock"
     flock -n 9 || die "another quickstart is at work in RUN=$RUN"
 fi
 
@@ -248,10 +249,8 @@ else
         "${train[@]}" ${rank_args[@]+"${rank_args[@]}"} >>"$rank_log" 2>&1 9>&- &
         children+=($!)
     done
-    attend "$log" '\| (train_inner|fairseq_sharing[.a-z_]*) \||valid on|shared model params|Loaded checkpoint|\| ERROR|Error:' || {
-        for rank_log in "$RUN"/train*.log; do printf '\n' >&2; tail -n 8 "$rank_log" >&2; done
-        status=1 die "a training process ended with an error and the others were stopped; the complete logs are $RUN/train*.log"
-    }
+    attend "$log" '\| (train_inner|fairseq_sharing[.a-z_]*) \||valid on|shared model params|Loaded checkpoint|\| ERROR|Error:' ||
+        fail "training (a process ended with an error, and the others were stopped)" "$RUN"/train*.log
     touch "$RUN/train.done"
     record_time training "$start"
 fi
@@ -280,17 +279,22 @@ if [ -e "$output" ]; then
 else
     start=$SECONDS
     python "$repo/scripts/prepare_translation.py" --spm-model "$RUN/data/spm.model" --check "$bin/dict.$TGT.txt"
-    for ((shard = 0; shard < PROCESSES; shard++)); do
+    # No process may be left without a batch: fairseq-generate would divide by its zero sentences.
+    batches=$((($(wc -l <"$reference") + 63) / 64))
+    shards=$((PROCESSES < batches ? PROCESSES : batches))
+    logs=()
+    for ((shard = 0; shard < shards; shard++)); do
+        logs+=("$RUN/generate.shard$shard.log")
         python -m fairseq_cli.generate "$bin" --user-dir "$repo/fairseq_sharing" --task translation -s "$SRC" -t "$TGT" \
-            --path "$averaged" --gen-subset test --beam "$BEAM" --lenpen "$LENPEN" --remove-bpe=sentencepiece \
-            --max-tokens 3000 --required-batch-size-multiple 1 --cpu --num-workers 0 \
-            --distributed-world-size "$PROCESSES" --distributed-rank "$shard" \
-            --log-format simple --log-interval 5 >"$RUN/generate.shard$shard.log" 2>&1 9>&- &
+            --path "$averaged" --gen-subset test --beam "$BEAM" --lenpen "$LENPEN" --max-len-a 2 --max-len-b 20 \
+            --remove-bpe=sentencepiece --batch-size 64 --max-tokens 3000 --required-batch-size-multiple 1 \
+            --distributed-world-size "$shards" --distributed-rank "$shard" --cpu --num-workers 0 \
+            --log-format simple --log-interval 1 >"$RUN/generate.shard$shard.log" 2>&1 9>&- &
         children+=($!)
     done
     shown_before=0
-    attend "$RUN/generate.shard0.log" '\| fairseq.logging.progress_bar \||Translated' || fail translating "$RUN/generate.shard*.log"
-    cat "$RUN"/generate.shard*.log >"$output.partial"
+    attend "${logs[0]}" 'sentences/s|Translated' || fail translating "${logs[@]}"
+    cat "${logs[@]}" >"$output.partial"
     grep '^H-' "$output.partial" | sed 's/^H-//' | sort -n -k1,1 | cut -f3 >"$RUN/translation.$TGT"
     [ "$(wc -l <"$RUN/translation.$TGT")" -eq "$(wc -l <"$reference")" ] ||
         status=1 die "$output.partial has $(wc -l <"$RUN/translation.$TGT") translations for the $(wc -l <"$reference") lines of $reference"

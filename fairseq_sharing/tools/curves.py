@@ -6,6 +6,7 @@ the time between stop and resumption is left out, since fairseq's own ``wall`` c
 """
 
 import json
+import logging
 import math
 import re
 from dataclasses import dataclass
@@ -127,17 +128,21 @@ def check_values(subset: str, values: dict) -> tuple[str | None, dict | None]:
 
 
 def name_runs(paths: list[Path]) -> list[str]:
-    """Name each log by its file, or by as many folders above as tell them apart."""
+    """Name each log by the parts of its path that tell the logs apart: the file, or the folder when files are alike."""
     parts = [path.absolute().with_suffix("").parts for path in paths]
+    while min(map(len, parts)) > 1 and len(parts) > 1 and len({part[-1] for part in parts}) == 1:
+        parts = [part[:-1] for part in parts]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):
-            break
-    return names
+            return names
+    raise ValueError(f"the same log is given twice: {' '.join(map(str, paths))}")
 
 
 def draw(runs: dict[str, list[Validation]], out: Path) -> None:
     """Draw the runs into a PNG: loss on the left axis, the same curve's perplexity on the right one."""
+    # Importing fairseq opens the root logger, and matplotlib tells it about every font it looks at.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -167,11 +172,13 @@ def draw(runs: dict[str, list[Validation]], out: Path) -> None:
                 if points and len(runs) == 1:
                     loss = points[-1][1]
                     value = f"perplexity {2**loss:.1f}" if in_bits else f"{loss:.2f}"
-                    axis.annotate(value, points[-1], xytext=(0, 9), textcoords="offset points", ha="right", color=color)
+                    axis.annotate(
+                        value, points[-1], xytext=(0, 24), textcoords="offset points", ha="right", color=color
+                    )
             axis.set_xlim(left=0)
             axis.set_xlabel("updates" if quantity == "updates" else "training time (minutes)")
         first, last = axes[0][0], axes[0][-1]
-        first.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+        first.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, steps=[1, 2, 5, 10]))
         first.set_ylabel("validation loss (bits per token)" if in_bits else "validation loss")
         if in_bits:
             # The same scale, written as perplexity: ticks stay where the loss has them.
