@@ -108,6 +108,25 @@ def report_failed_write(path: str, temporary: str, error: Exception) -> None:
     logger.error(f"cannot write checkpoint {path}: {reason}; {free}; checkpoints written before are untouched")
 
 
+def keep_the_last_batch(batch_by_size):
+    """Keep the sentences of a last batch whose size is no multiple of --required-batch-size-multiple (default 8).
+
+    Upstream's last version drops that batch: of 30 test sentences fairseq-generate translates 24, and the longest
+    sentences are never trained on (facebookresearch/fairseq issue 5036). Its releases did not.
+    """
+
+    @functools.wraps(batch_by_size)
+    def wrapper(indices, *args, **kwargs):
+        indices = indices if isinstance(indices, np.ndarray) else np.fromiter(indices, dtype=np.int64, count=-1)
+        batches = batch_by_size(indices, *args, **kwargs)
+        if kwargs.get("fixed_shapes") is not None:
+            return batches
+        rest = indices[sum(map(len, batches)) :]
+        return [*batches, rest] if len(rest) else batches
+
+    return wrapper
+
+
 def restore_with_versions(restore):
     """Give back to a moving average the keys with "version" in their name, which its own update leaves out.
 
@@ -176,5 +195,6 @@ def apply() -> None:
     replace(utils, "move_to_cpu", lambda original: functools.wraps(original)(move_to_cpu))
     replace(PathManager, "copy", copy_atomically)
     replace(checkpoint_utils, "torch_persistent_save", save_or_explain)
+    replace(data_utils, "batch_by_size", keep_the_last_batch)
     replace(EMA, "restore", restore_with_versions)
     replace(TranslationTask, "setup_task", setup_task_checked)

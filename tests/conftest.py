@@ -84,7 +84,7 @@ def short_pairs(count: int, most_words: int = 12) -> list[tuple[str, str]]:
 
 
 def run(command: list, cwd=None, check: bool = True, **env: str) -> str:
-    """Run one of the environment's commands; return standard output and error together.
+    """Run one of the environment's commands; return standard output, then standard error.
 
     fairseq's commands are run as ``fairseq-train`` and so on, ours as ``fairseq-sharing``.
     """
@@ -96,15 +96,15 @@ def run(command: list, cwd=None, check: bool = True, **env: str) -> str:
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         text=True,
     )
+    output = f"{result.stdout}\n{result.stderr}"
     if check and result.returncode != 0:
-        raise AssertionError(f"{' '.join(map(str, command))} exited with {result.returncode}:\n{result.stdout[-6000:]}")
+        raise AssertionError(f"{' '.join(map(str, command))} exited with {result.returncode}:\n{output[-6000:]}")
     if not check and result.returncode == 0:
-        raise AssertionError(f"{' '.join(map(str, command))} should have failed:\n{result.stdout[-6000:]}")
-    return result.stdout
+        raise AssertionError(f"{' '.join(map(str, command))} should have failed:\n{output[-6000:]}")
+    return output
 
 
 # What the console scripts do: import the module, call its entry point.

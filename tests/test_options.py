@@ -24,6 +24,11 @@ def test_presets_are_the_papers():
     assert (args.encoder_embed_dim, args.encoder_ffn_embed_dim, args.decoder_attention_heads) == (512, 2048, 8)
 
 
+def test_the_decoder_of_universal_follows_its_encoder():
+    args = parse("transformer_shared_universal", "--encoder-embed-dim", "64", "--encoder-ffn-embed-dim", "96")
+    assert (args.decoder_embed_dim, args.decoder_ffn_embed_dim) == (64, 96)
+
+
 @pytest.mark.parametrize(
     ("size", "width", "ffn", "heads"),
     [

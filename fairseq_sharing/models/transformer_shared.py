@@ -66,17 +66,16 @@ def register_architecture(preset: str, size: str) -> None:
     upstream_architecture, (width, ffn, heads) = SIZES[size]
 
     def architecture(args):
-        for stack in ("encoder", "decoder"):
-            set_defaults(args, **{f"{stack}_layers": num_layers})
-            if preset == "universal":
-                set_defaults(
-                    args,
-                    **{
-                        f"{stack}_embed_dim": width,
-                        f"{stack}_ffn_embed_dim": ffn,
-                        f"{stack}_attention_heads": heads,
-                    },
-                )
+        set_defaults(args, encoder_layers=num_layers, decoder_layers=num_layers)
+        if preset == "universal":
+            set_defaults(args, encoder_embed_dim=width, encoder_ffn_embed_dim=ffn, encoder_attention_heads=heads)
+            # The decoder is as wide as the encoder, whatever that was set to, as in fairseq's base architecture.
+            set_defaults(
+                args,
+                decoder_embed_dim=args.encoder_embed_dim,
+                decoder_ffn_embed_dim=args.encoder_ffn_embed_dim,
+                decoder_attention_heads=heads,
+            )
         upstream_architecture(args)
         if not hasattr(args, "_name"):  # parsing a command line, not rebuilding a model whose data may be elsewhere
             check_data(args)

@@ -22,7 +22,7 @@ def load_checkpoint(path: str) -> dict:
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0].split(" In PyTorch")[0]
         raise ValueError(f"{path} is no checkpoint that can be loaded safely: {reason}") from None
-    except (RuntimeError, EOFError, zipfile.BadZipFile) as error:
+    except (RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is no checkpoint, or a truncated one: {str(error).splitlines()[0]}") from None
     if not isinstance(state, dict) or "model" not in state:
         raise ValueError(f"{path} is no fairseq checkpoint: it holds no 'model'")

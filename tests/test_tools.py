@@ -1,0 +1,212 @@
+"""The command ``fairseq-sharing``: what it prints, what it writes, and how it fails."""
+
+import pytest
+import torch
+from conftest import FOUR_FROM_TWO, PLUGIN, TINY, build, parse
+
+from fairseq_sharing.checkpoint import RECORD
+from fairseq_sharing.tools.main import main
+
+REV = ("transformer_shared_cycle_rev", *TINY, *FOUR_FROM_TWO)
+
+
+def save(model, path, arch_flags=REV, **more):
+    """Write what fairseq's trainer writes, as far as the tools read it."""
+    args = parse(*arch_flags)
+    args._name = arch_flags[0]
+    torch.save({"cfg": {"model": args}, "model": model.state_dict(), "extra_state": {}, **more}, path)
+    return str(path)
+
+
+def fails(capsys, *argv) -> str:
+    """Run a command that must fail with one sentence; return the sentence."""
+    assert main(list(map(str, argv))) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.strip().splitlines()) == 1
+    return captured.err.strip()
+
+
+# --- path ---
+
+
+def test_path_is_the_folder_for_user_dir(capsys):
+    assert main(["path"]) == 0
+    assert capsys.readouterr().out == f"{PLUGIN}\n"
+
+
+# --- show ---
+
+
+def test_show_an_architecture(capsys):
+    assert main(["show", "--arch", "transformer_shared_cycle_rev", "--share-all-embeddings"]) == 0
+    shown = capsys.readouterr().out
+    assert "encoder: 12 layers from 6 parameter sets" in shown
+    assert "set    0  1  2  3  4  5  5  4  3  2  1  0" in shown
+    total = next(line for line in shown.splitlines() if line.startswith("total")).split()
+    assert total == ["total", "60,915,712", "105,054,208"]
+    assert "the computation is the same" in shown
+
+
+def test_show_takes_training_flags_and_a_vocabulary(capsys):
+    flags = ["--encoder-layers", "9", "--encoder-unique-layers", "3", "--sharing-parts", "ffn"]
+    assert main(["show", "--arch", "transformer_shared_cycle", "--vocab-size", "8000", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "set   0 1 2 0 1 2 0 1 2" in shown and "V=8,000" in shown and "sharing only ffn" in shown
+    rows = {line.split("  ")[0]: line.split() for line in shown.splitlines()}
+    assert rows["embeddings and output"][-1] == f"{3 * 8000 * 512:,}"
+
+
+@pytest.mark.parametrize("arch", ["transformer", "transformer_iwslt_de_en"])
+def test_show_a_stock_architecture(capsys, arch):
+    assert main(["show", "--arch", arch]) == 0
+    assert "encoder: 6 layers, each with its own parameters" in capsys.readouterr().out
+
+
+def test_show_components_add_up(capsys):
+    for flags in (
+        ["--encoder-normalize-before", "--decoder-normalize-before"],
+        ["--layernorm-embedding"],
+        ["--encoder-learned-pos"],
+    ):
+        assert main(["show", "--arch", *REV, "--vocab-size", "40", *flags]) == 0
+        shown = capsys.readouterr().out
+        total = next(line for line in shown.splitlines() if line.startswith("total")).split()[1]
+        expected = sum(parameter.numel() for parameter in build(*REV, *flags).parameters())
+        assert total == f"{expected:,}"
+
+
+def test_show_a_checkpoint(tmp_path, capsys):
+    model = build(*REV)
+    path = save(model, tmp_path / "a.pt")
+    assert main(["show", "--path", path]) == 0
+    shown = capsys.readouterr().out
+    assert "0 1 1 0" in shown and path in shown and "V=40" in shown
+    total = next(line for line in shown.splitlines() if line.startswith("total")).split()[1]
+    assert total == f"{sum(parameter.numel() for parameter in model.parameters()):,}"
+
+
+def test_show_refuses(tmp_path, capsys):
+    text = tmp_path / "text.pt"
+    text.write_text("no checkpoint")
+    other = tmp_path / "other.pt"
+    torch.save({"weights": 1}, other)
+    truncated = tmp_path / "truncated.pt"
+    whole = save(build(*REV), tmp_path / "whole.pt")
+    truncated.write_bytes((tmp_path / "whole.pt").read_bytes()[:5000])
+    assert "no file" in fails(capsys, "show", "--path", tmp_path / "missing.pt")
+    assert "is no checkpoint" in fails(capsys, "show", "--path", text)
+    assert "holds no 'model'" in fails(capsys, "show", "--path", other)
+    assert "truncated" in fails(capsys, "show", "--path", truncated)
+    assert "--path takes no further flags" in fails(capsys, "show", "--path", whole, "--encoder-layers", "3")
+    assert "--arch spiral is not known" in fails(capsys, "show", "--arch", "spiral")
+    assert "--vocab-size 3 must be at least 5" in fails(capsys, "show", "--arch", "transformer", "--vocab-size", "3")
+    sentence = fails(capsys, "show", "--arch", "transformer_shared_cycle", "--encoder-unique-layers", "40")
+    assert "--encoder-unique-layers 40 must be between 1 and --encoder-layers 12" in sentence
+
+
+# --- average ---
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Epoch and update checkpoints 1..4 of a shared model with tied embeddings."""
+    for number in range(1, 5):
+        model = build(*REV, "--share-all-embeddings", seed=number)
+        save(model, tmp_path / f"checkpoint{number}.pt", last_optimizer_state={"big": torch.ones(1000)})
+        save(model, tmp_path / f"checkpoint_1_{number * 100}.pt")
+        save(model, tmp_path / f"checkpoint.best_bleu_{number}.500.pt")
+    return tmp_path
+
+
+def reference(folder, numbers):
+    models = [torch.load(folder / f"checkpoint{number}.pt", weights_only=True)["model"] for number in numbers]
+    return {
+        key: torch.stack([model[key].double() for model in models]).mean(0).float()
+        for key, value in models[0].items()
+        if value.is_floating_point()
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "numbers"),
+    [
+        (["--num-epoch-checkpoints", "3"], (4, 3, 2)),
+        (["--num-epoch-checkpoints", "2", "--checkpoint-upper-bound", "3"], (3, 2)),
+        (["--num-update-checkpoints", "2"], (4, 3)),
+        (["--num-update-checkpoints", "2", "--checkpoint-upper-bound", "399"], (3, 2)),
+        (["--num-best-checkpoints", "2"], (4, 3)),
+    ],
+)
+def test_average_is_exact(folder, capsys, flags, numbers):
+    output = folder / "averaged.pt"
+    assert main(["average", "--inputs", str(folder), "--output", str(output), *flags]) == 0
+    state = torch.load(output, weights_only=True)
+    expected = reference(folder, numbers)
+    for key, value in expected.items():
+        assert torch.equal(state["model"][key], value), key
+    assert state["model"].keys() - expected.keys() == {f"{stack}.layers.{RECORD}" for stack in ("encoder", "decoder")}
+    assert "last_optimizer_state" not in state
+    assert (
+        state["model"]["decoder.embed_tokens.weight"].data_ptr()
+        == state["model"]["encoder.embed_tokens.weight"].data_ptr()
+    )
+    build(*REV, "--share-all-embeddings").load_state_dict(state["model"])
+    assert [path.name for path in folder.iterdir() if path.suffix == ".tmp"] == []
+
+
+def test_average_of_files_by_name(folder):
+    files = [str(folder / f"checkpoint{number}.pt") for number in (1, 4)]
+    assert main(["average", "--inputs", *files, "--output", str(folder / "averaged.pt")]) == 0
+    state = torch.load(folder / "averaged.pt", weights_only=True)
+    assert all(torch.equal(state["model"][key], value) for key, value in reference(folder, (1, 4)).items())
+
+
+def test_average_converts_half_precision_once(tmp_path):
+    paths = []
+    for number in (1, 2):
+        paths.append(save(build(*REV, seed=number).half(), tmp_path / f"{number}.pt"))
+    assert main(["average", "--inputs", *paths, "--output", str(tmp_path / "averaged.pt")]) == 0
+    averaged = torch.load(tmp_path / "averaged.pt", weights_only=True)["model"]
+    first, second = (torch.load(path, weights_only=True)["model"] for path in paths)
+    key = "encoder.layers.0.fc1.weight"
+    assert averaged[key].dtype == torch.float32
+    assert torch.equal(averaged[key], ((first[key].double() + second[key].double()) / 2).float())
+
+
+def test_average_refuses(folder, capsys):
+    arch, *common = REV
+    cycle = (arch, *common, "--encoder-sharing", "cycle")
+    wide = (arch, *common, "--encoder-ffn-embed-dim", "48")
+    save(build(*cycle, "--share-all-embeddings"), folder / "cycle.pt", cycle)
+    save(build(*wide, "--share-all-embeddings"), folder / "wide.pt", wide)
+    first, out = folder / "checkpoint1.pt", folder / "out.pt"
+    inputs = ("average", "--inputs")
+    assert "encoder.layers is shared as 0 1 1 0 in" in fails(
+        capsys, *inputs, first, folder / "cycle.pt", "--output", out
+    )
+    assert "differ in" in fails(capsys, *inputs, first, folder / "wide.pt", "--output", out)
+    assert "is a folder: say which" in fails(capsys, *inputs, folder, "--output", out)
+    assert "found only 4 such" in fails(capsys, *inputs, folder, "--output", out, "--num-epoch-checkpoints", "5")
+    assert "0 must be at least 1" in fails(capsys, *inputs, folder, "--output", out, "--num-epoch-checkpoints", "0")
+    assert "to be one folder" in fails(capsys, *inputs, first, "--output", out, "--num-epoch-checkpoints", "1")
+    assert "exists: remove it or add --force" in fails(capsys, *inputs, first, "--output", first)
+    assert "there is no folder" in fails(capsys, *inputs, first, "--output", folder / "no" / "out.pt")
+    assert "no file" in fails(capsys, *inputs, folder / "missing.pt", "--output", out)
+    assert not out.exists()
+
+
+# --- the command itself ---
+
+
+def test_every_command_has_help_with_an_example(capsys):
+    for command in ("path", "show", "average", "curves"):
+        with pytest.raises(SystemExit) as caught:
+            main([command, "--help"])
+        shown = capsys.readouterr().out
+        assert caught.value.code == 0 and "Example" in shown, command
+
+
+def test_unknown_flags_are_refused(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["average", "--inputs", "a", "--output", "b", "--foo"])
+    assert caught.value.code == 2 and "unrecognized arguments: --foo" in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""Each change to fairseq, with the fault it mends; every one fails on stock fairseq."""
+
+import argparse
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from conftest import run
+from fairseq import checkpoint_utils, utils
+from fairseq.data import data_utils
+from fairseq.file_io import PathManager
+
+from fairseq_sharing import upstream
+
+
+def test_checkpoints_load_with_weights_only(tmp_path):
+    state = {
+        "args": argparse.Namespace(arch="transformer"),
+        "meters": [np.float64(1.5), np.int64(3), np.array([1, 2])],
+        "model": {"w": torch.ones(2)},
+    }
+    torch.save(state, tmp_path / "checkpoint.pt")
+    loaded = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert loaded["args"].arch == "transformer" and loaded["meters"][:2] == [1.5, 3]
+
+
+class Payload:
+    """A pickle that would create a file when loaded without care."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_a_hostile_checkpoint_is_refused_and_does_not_run(tmp_path):
+    torch.save({"model": {}, "cfg": Payload(tmp_path / "ran")}, tmp_path / "hostile.pt")
+    with pytest.raises(pickle.UnpicklingError, match="_io.open|io.open"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "hostile.pt"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_applying_twice_changes_nothing():
+    before = (utils.move_to_cpu, PathManager.copy, checkpoint_utils.torch_persistent_save)
+    upstream.apply()
+    assert before == (utils.move_to_cpu, PathManager.copy, checkpoint_utils.torch_persistent_save)
+
+
+def test_move_to_cpu_keeps_aliases_apart_from_equals():
+    one, equal = torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=torch.float16)
+    view = one[:2]
+    moved = utils.move_to_cpu({"a": one, "b": one, "c": equal, "d": [view], "n": 3, "empty": torch.empty(0)})
+    assert moved["a"] is moved["b"] and moved["a"] is not moved["c"]
+    assert moved["a"].dtype == torch.float32 and moved["d"][0].shape == (2,) and moved["n"] == 3
+
+
+def test_a_failed_copy_leaves_the_old_checkpoint(tmp_path, monkeypatch, caplog):
+    source, target = tmp_path / "checkpoint1.pt", tmp_path / "checkpoint_last.pt"
+    source.write_bytes(b"new" * 1000)
+    target.write_bytes(b"old")
+
+    def fill_the_disk(src, dst):
+        with open(dst, "wb") as file:
+            file.write(b"new")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(upstream.shutil, "copyfile", fill_the_disk)
+    with pytest.raises(OSError, match="No space left"):
+        PathManager.copy(str(source), str(target), overwrite=True)
+    assert target.read_bytes() == b"old" and [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
+    assert "No space left on device" in caplog.text and "checkpoint_last.pt" in caplog.text
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "checkpoint1.pt"
+    path.write_bytes(b"old")
+
+    def fill_the_disk(obj, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_utils, "_torch_persistent_save", fill_the_disk)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint_utils.torch_persistent_save({}, str(path))
+    assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["checkpoint1.pt"]
+    assert "cannot write checkpoint" in caplog.text and "MiB are free there" in caplog.text
+
+
+@pytest.mark.parametrize("sentences", [1, 7, 8, 30, 50])
+@pytest.mark.parametrize("max_tokens", [40, 200, 10_000])
+def test_no_sentence_is_dropped_from_the_last_batch(sentences, max_tokens):
+    batches = data_utils.batch_by_size(
+        list(range(sentences)),
+        num_tokens_fn=None,
+        num_tokens_vec=np.full(sentences, 10),
+        max_tokens=max_tokens,
+        required_batch_size_multiple=8,
+    )
+    assert np.concatenate(batches).tolist() == list(range(sentences))
+    assert all(len(batch) * 10 <= max_tokens for batch in batches)
+    assert all(len(batch) % 8 == 0 or len(batch) < 8 for batch in batches[:-1])
+
+
+@pytest.mark.parametrize(
+    ("files", "languages", "sentence"),
+    [
+        (None, (None, None), "does not exist: give the --destdir of fairseq-preprocess"),
+        ([], ("en", "de"), "holds no dictionary"),
+        (["dict.en.txt"], (None, None), "holds no file <split>"),
+        (["dict.en.txt", "train.en-de.en.idx"], (None, None), None),
+        (["dict.en.txt", "dict.de.txt"], ("en", "de"), None),  # enough for fairseq-interactive
+    ],
+)
+def test_data_folders(tmp_path, files, languages, sentence):
+    folder = tmp_path / "bin"
+    if files is not None:
+        folder.mkdir()
+        for name in files:
+            (folder / name).touch()
+    args = argparse.Namespace(data=str(folder), source_lang=languages[0], target_lang=languages[1])
+    if sentence is None:
+        upstream.check_data_folder(args)
+    else:
+        with pytest.raises(ValueError, match=f"{folder} {sentence}"):
+            upstream.check_data_folder(args)
+
+
+def test_decoding_without_data_says_so(tmp_path):
+    output = run(
+        ["fairseq-generate", tmp_path / "no", "--path", "x.pt", "--user-dir", upstream.__file__[:-12]], check=False
+    )
+    assert f"data folder {tmp_path / 'no'} does not exist" in output
