@@ -1,11 +1,15 @@
 """The command ``fairseq-sharing``: what it prints, what it writes, and how it fails."""
 
+import re
+
 import pytest
 import torch
-from conftest import FOUR_FROM_TWO, PLUGIN, TINY, build, parse
+from conftest import FOUR_FROM_TWO, PLUGIN, REPOSITORY, TINY, build, parse
 
 from fairseq_sharing.checkpoint import RECORD
+from fairseq_sharing.models.transformer_shared import PRESETS, SIZES
 from fairseq_sharing.tools.main import main
+from fairseq_sharing.tools.show import build_without_memory, count_components, parse_architecture
 
 REV = ("transformer_shared_cycle_rev", *TINY, *FOUR_FROM_TWO)
 
@@ -102,6 +106,21 @@ def test_show_refuses(tmp_path, capsys):
     assert "--vocab-size 3 must be at least 5" in fails(capsys, "show", "--arch", "transformer", "--vocab-size", "3")
     sentence = fails(capsys, "show", "--arch", "transformer_shared_cycle", "--encoder-unique-layers", "40")
     assert "--encoder-unique-layers 40 must be between 1 and --encoder-layers 12" in sentence
+
+
+def test_the_readmes_table_of_architectures_is_true():
+    rows = re.findall(
+        r"^\| `(transformer_shared_\w+)` \|(.*)\|$", (REPOSITORY / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert len(rows) == len(PRESETS) * len(SIZES)
+    for arch, cells in rows:
+        layers, sets, widths, heads, unique, unshared = (cell.strip() for cell in cells.split("|"))
+        args = parse_architecture(arch, ["--share-all-embeddings"])
+        assert (layers, sets) == (str(args.decoder_layers), str(args.decoder_unique_layers))
+        assert widths == f"{args.decoder_embed_dim} / {args.decoder_ffn_embed_dim}"
+        assert heads == str(args.decoder_attention_heads)
+        counts = count_components(build_without_memory(args, 32768, 32768))
+        assert (unique, unshared) == tuple(f"{sum(row[column] for row in counts):,}" for column in (1, 2))
 
 
 # --- average ---

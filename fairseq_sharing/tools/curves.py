@@ -1,8 +1,11 @@
-"""``fairseq-sharing curves``: learning curves of one or several runs, from the logs of fairseq-train.
+"""Draw the learning curves of one or several runs from the logs of fairseq-train.
 
 Reads what ``--log-format simple`` and ``--log-format json`` print, from the terminal's output or from ``--log-file``.
 The log of a resumed run is read as one run: an update that was validated twice counts once, with its last value, and
 the time between stop and resumption is left out, since fairseq's own ``wall`` counts training time only.
+
+Example:
+    fairseq-sharing curves quickstart-run/train.log quickstart-run-transformer/train.log --out curves.png
 """
 
 import json
