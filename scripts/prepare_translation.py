@@ -23,6 +23,7 @@ import errno
 import hashlib
 import io
 import json
+import logging
 import lzma
 import random
 import re
@@ -247,6 +248,7 @@ def check_binarised(folder: Path, languages: tuple[str, str], encoded: dict) -> 
     Raises:
         ValueError: a sentence is missing, longer, shorter, or reads differently.
     """
+    logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # it asks for tensorboardX
     from fairseq.data import Dictionary
     from fairseq.data.indexed_dataset import MMapIndexedDataset
 
@@ -324,6 +326,7 @@ def prepare(args, out: Path, wanted: dict) -> dict:
         load_sentencepiece(args.spm_model)
         shutil.copyfile(args.spm_model, out / "spm.model")
     else:
+        print(f"training a SentencePiece model of {args.vocab_size} pieces", flush=True)
         sentences = [sentence for pair in zip(*pairs["train"], strict=True) for sentence in pair]
         (out / "spm.model").write_bytes(train_sentencepiece(sentences, args.vocab_size, args.character_coverage))
     model = load_sentencepiece(out / "spm.model")
@@ -345,6 +348,7 @@ def prepare(args, out: Path, wanted: dict) -> dict:
         for side, language in enumerate(languages):
             write_lines(out / "text" / f"{part}.{language}", (pair[side] for pair in pairs[part]))
             write_lines(out / "pieces" / f"{part}.{language}", (" ".join(pair[side]) for pair in encoded[part]))
+    print("binarising", flush=True)
     binarise(out, *languages)
     check_binarised(out, languages, encoded)
     shutil.rmtree(out / "pieces")

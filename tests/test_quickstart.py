@@ -333,6 +333,17 @@ def call_quickstart(run: Path, corpus: Path, **settings) -> tuple[int, str]:
     return process.returncode, output
 
 
+def is_gone(group: int) -> bool:
+    """Say whether a process group ends within seconds (the script's own half-second naps may be left for that long)."""
+    for _ in range(50):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def test_quickstart_end_to_end_and_again(corpus, tmp_path):
     run = tmp_path / "run"
     status, output = call_quickstart(run, corpus)
@@ -389,8 +400,7 @@ def test_quickstart_goes_on_after_ctrl_c(corpus, tmp_path):
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
     assert "the same command goes on from here" in output
-    with pytest.raises(ProcessLookupError):  # no child is left in the session
-        os.killpg(process.pid, 0)
+    assert is_gone(process.pid)
     assert not (run / "train.done").exists()
 
     status, output = call_quickstart(run, corpus, **long)
@@ -414,5 +424,4 @@ def test_quickstart_ends_when_one_training_process_dies(corpus, tmp_path):
     assert process.returncode == 1
     assert "a process ended with an error" in output
     assert str(run / "train.log") in output
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    assert is_gone(process.pid)

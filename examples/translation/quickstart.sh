@@ -26,8 +26,8 @@
 set -euo pipefail
 
 ARCH=${ARCH:-transformer_shared_cycle_rev}
-LAYERS=${LAYERS:-6}
-case $ARCH in *_universal*) UNIQUE=${UNIQUE:-1} ;; *) UNIQUE=${UNIQUE:-3} ;; esac
+LAYERS=${LAYERS:-3}
+case $ARCH in *_universal*) UNIQUE=${UNIQUE:-1} ;; *) UNIQUE=${UNIQUE:-2} ;; esac
 EMBED=${EMBED:-128}
 FFN=${FFN:-512}
 HEADS=${HEADS:-4}
@@ -35,12 +35,12 @@ SRC=${SRC:-en}
 TGT=${TGT:-de}
 VOCAB=${VOCAB:-2000}
 MAX_PIECES=${MAX_PIECES:-48}
-UPDATES=${UPDATES:-1000}
-WARMUP=${WARMUP:-$((UPDATES * 3 / 10))}
+UPDATES=${UPDATES:-3000}
+WARMUP=${WARMUP:-$((UPDATES / 12))}
 LR=${LR:-0.004}
-MAX_TOKENS=${MAX_TOKENS:-1200}
+MAX_TOKENS=${MAX_TOKENS:-600}
 BATCHES=${BATCHES:-2}
-DROPOUT=${DROPOUT:-0.1}
+DROPOUT=${DROPOUT:-0}
 SEED=${SEED:-1}
 SAVES=${SAVES:-20}
 AVERAGE=${AVERAGE:-3}
@@ -73,6 +73,7 @@ stop() {
     trap - EXIT
     for pid in ${children[@]+"${children[@]}"}; do kill -TERM "$pid" 2>/dev/null || true; done
     for pid in ${children[@]+"${children[@]}"}; do wait "$pid" 2>/dev/null || true; done
+    if [ -n "${step:-}" ] && [ -e "$RUN/settings.txt" ]; then finish; fi
     if [ "$result" -ge 128 ]; then printf '\nquickstart: stopped; the same command goes on from here\n' >&2; fi
     exit "$result"
 }
@@ -81,30 +82,42 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 trap 'exit 129' HUP
 
-# attend LOG PATTERN: wait for all children; meanwhile show the new lines of LOG that match PATTERN. When one fails, the
-# others are ended too.
+# attend LOG PATTERN: wait for all children; meanwhile show the lines of LOG that match PATTERN, from line SKIP on. When
+# one child fails, the others are ended too. Only builtins: bash may lose a Ctrl-C that also hits a program it waits for.
 attend() {
-    local log=$1 pattern=$2 shown lines pid running running_next failed=0
-    shown=${shown_before:-0}
-    running=("${children[@]}")
+    local log=$1 pattern=$2 line text="" pid running failed=0 skip=${SKIP:-0}
+    : >>"$log"
+    exec 3<"$log"
     while true; do
-        running_next=()
-        for pid in "${running[@]}"; do
-            if kill -0 "$pid" 2>/dev/null; then running_next+=("$pid"); elif ! wait "$pid"; then failed=1; fi
+        running=()
+        for pid in "${children[@]}"; do
+            if kill -0 "$pid" 2>/dev/null; then running+=("$pid"); fi
         done
-        lines=$(wc -l <"$log")
-        if [ "$lines" -gt "$shown" ]; then
-            sed -n "$((shown + 1)),${lines}p" "$log" | grep -E "$pattern" | sed -E 's/^[0-9-]{10} ([0-9:]{8}) \| INFO \| /\1 | /' || true
-            shown=$lines
+        while true; do
+            if ! IFS= read -r line <&3; then
+                text+=$line # the beginning of a line that is still being written
+                break
+            fi
+            text+=$line
+            if [ $((skip--)) -le 0 ] && [[ $text =~ $pattern ]]; then
+                text=${text/ | INFO | / | }
+                printf '%s\n' "${text#????-??-?? }"
+            fi
+            text=""
+        done
+        if [ ${#running[@]} -lt ${#children[@]} ]; then
+            for pid in "${children[@]}"; do
+                [[ " ${running[*]-} " == *" $pid "* ]] || wait "$pid" || failed=1
+            done
+            children=(${running[@]+"${running[@]}"})
         fi
-        if [ "$failed" = 1 ] || [ ${#running_next[@]} = 0 ]; then break; fi
-        running=("${running_next[@]}")
-        sleep 0.5
+        if [ "$failed" = 1 ] || [ ${#children[@]} = 0 ]; then break; fi
+        sleep 0.5 &
+        wait $! || true
     done
-    if [ "$failed" = 1 ]; then
-        for pid in "${children[@]}"; do kill -TERM "$pid" 2>/dev/null || true; done
-        for pid in "${children[@]}"; do wait "$pid" 2>/dev/null || true; done
-    fi
+    exec 3<&-
+    for pid in ${children[@]+"${children[@]}"}; do kill -TERM "$pid" 2>/dev/null || true; done
+    for pid in ${children[@]+"${children[@]}"}; do wait "$pid" 2>/dev/null || true; done
     children=()
     return "$failed"
 }
@@ -116,7 +129,6 @@ run_logged() {
     : >"$log"
     "$@" >"$log" 2>&1 &
     children=($!)
-    shown_before=0
     attend "$log" "$pattern" || fail "$name" "$log"
 }
 
@@ -127,7 +139,12 @@ fail() {
     status=1 die "$what failed; the complete log: $*"
 }
 
-record_time() { printf '%s %s\n' "$1" $((SECONDS - $2)) >>"$RUN/seconds.txt"; }
+# A step's seconds are added up over all calls that worked on it.
+begin() { step=$1 started=$SECONDS; }
+finish() {
+    printf '%s %s\n' "$step" $((SECONDS - started)) >>"$RUN/seconds.txt"
+    step=
+}
 
 # --- the environment and the run's folder
 python -c 'from importlib.util import find_spec; assert all(map(find_spec, ("fairseq", "sacrebleu", "sentencepiece")))' 2>/dev/null ||
@@ -149,6 +166,8 @@ case $ARCH in
     transformer_shared_*) model_args+=(--encoder-unique-layers "$UNIQUE" --decoder-unique-layers "$UNIQUE") ;;
     *) UNIQUE=$LAYERS ;;
 esac
+[ "$UNIQUE" -le "$LAYERS" ] || die "UNIQUE=$UNIQUE must be between 1 and LAYERS=$LAYERS"
+[ $((EMBED % HEADS)) = 0 ] || die "EMBED=$EMBED must be a multiple of HEADS=$HEADS"
 
 # What may not change between two calls with the same RUN. PROCESSES may: the batch is the same.
 settings() {
@@ -158,18 +177,19 @@ settings() {
         printf '%s=%s\n' "$name" "${!name}"
     done
 }
-if [ -e "$RUN/settings.txt" ]; then
+checkpoints=$RUN/checkpoints
+if [ -e "$checkpoints/checkpoint_last.pt" ] && [ -e "$RUN/settings.txt" ]; then
     while IFS= read -r now && IFS= read -r before <&3; do
         [ "$now" = "$before" ] ||
             die "RUN=$RUN was made with $before, and now $now is asked for: choose another RUN, or delete that folder"
     done < <(settings) 3<"$RUN/settings.txt"
-elif [ -d "$RUN" ] && [ -n "$(ls -A "$RUN")" ]; then
+elif [ ! -e "$RUN/data/prepared.json" ] && [ -d "$RUN" ] && [ -n "$(ls "$RUN")" ]; then
     die "RUN=$RUN is a folder with other contents: choose another RUN"
 fi
 
 # --- 1. data
 say "1/5 data"
-start=$SECONDS
+begin data
 prepare=(python "$repo/scripts/prepare_translation.py" -s "$SRC" -t "$TGT" --out "$RUN/data" --vocab-size "$VOCAB"
     --max-pieces "$MAX_PIECES" --seed "$SEED")
 # part_file PART LANGUAGE: the file of a part in the folder DATA, plain or compressed; a missing one is named plain.
@@ -197,27 +217,27 @@ new=$([ -d "$RUN" ] && echo no || echo yes)
 children=($!)
 wait $! || { status=$?; if [ "$new" = yes ]; then rmdir "$RUN" 2>/dev/null || true; fi; exit "$status"; }
 children=()
-if [ ! -e "$RUN/settings.txt" ]; then
+if [ ! -e "$checkpoints/checkpoint_last.pt" ]; then
     settings >"$RUN/settings.partial"
     mv "$RUN/settings.partial" "$RUN/settings.txt"
-    record_time data "$start"
+    finish
 fi
+step=
 bin=$RUN/data/bin
-checkpoints=$RUN/checkpoints
 if command -v flock >/dev/null; then
     exec 9>>"$RUN/.lock"
     flock -n 9 || die "another quickstart is at work in RUN=$RUN"
 fi
 
 # --- 2. training
+at_least_1() { echo $(($1 > 1 ? $1 : 1)); }
+save_every=$(at_least_1 $((UPDATES / SAVES)))
 say "2/5 training: $ARCH, $UPDATES updates, $PROCESSES process(es) of one thread each"
 log=$RUN/train.log
 if [ -e "$RUN/train.done" ]; then
     echo "already done: $log"
 else
-    start=$SECONDS
-    at_least_1() { echo $(($1 > 1 ? $1 : 1)); }
-    save_every=$(at_least_1 $((UPDATES / SAVES)))
+    begin training
     train=(python -m fairseq_cli.train "$bin" --user-dir "$repo/fairseq_sharing" --task translation -s "$SRC" -t "$TGT"
         "${model_args[@]}"
         --criterion label_smoothed_cross_entropy --label-smoothing 0.1
@@ -235,13 +255,14 @@ else
     if [ "$PROCESSES" -gt 1 ]; then
         port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
         train+=(--ddp-backend legacy_ddp --distributed-backend gloo --distributed-world-size "$PROCESSES"
-            --distributed-init-method "tcp://127.0.0.1:$port" --distributed-no-spawn)
+            --distributed-init-method "tcp://127.0.0.1:$port" --distributed-no-spawn
+            --load-checkpoint-on-all-dp-ranks)
         if [ -e /sys/class/net/lo ]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}; fi
     fi
     if [ -e "$checkpoints/checkpoint_last.pt" ]; then echo "going on from $checkpoints/checkpoint_last.pt"; fi
     echo "complete log: $log"
     touch "$log"
-    shown_before=$(wc -l <"$log")
+    before=$(wc -l <"$log")
     for ((rank = 0; rank < PROCESSES; rank++)); do
         rank_args=() rank_log=$log
         if [ "$PROCESSES" -gt 1 ]; then rank_args=(--distributed-rank "$rank" --device-id "$rank"); fi
@@ -249,10 +270,10 @@ else
         "${train[@]}" ${rank_args[@]+"${rank_args[@]}"} >>"$rank_log" 2>&1 9>&- &
         children+=($!)
     done
-    attend "$log" '\| (train_inner|fairseq_sharing[.a-z_]*) \||valid on|shared model params|Loaded checkpoint|\| ERROR|Error:' ||
+    SKIP=$before attend "$log" '\| (train_inner|fairseq_sharing[.a-z_]*) \||valid on|shared model params|Loaded checkpoint|\| ERROR|Error:' ||
         fail "training (a process ended with an error, and the others were stopped)" "$RUN"/train*.log
     touch "$RUN/train.done"
-    record_time training "$start"
+    finish
 fi
 
 # --- 3. averaging
@@ -261,13 +282,18 @@ averaged=$checkpoints/averaged.pt
 if [ -e "$averaged" ]; then
     echo "already done: $averaged"
 else
-    start=$SECONDS
-    saved=$(find "$checkpoints" -name 'checkpoint_*_*.pt' | wc -l)
-    # Fewer than asked for after a very short training; none when it ended with an epoch.
-    inputs=(--inputs "$checkpoints" --num-update-checkpoints $((saved < AVERAGE ? saved : AVERAGE)))
-    if [ "$saved" = 0 ]; then inputs=(--inputs "$checkpoints/checkpoint_last.pt"); fi
-    run_logged averaging "$RUN/average.log" '^averaged|^  ' sharing average "${inputs[@]}" --output "$averaged"
-    record_time averaging "$start"
+    begin averaging
+    # fairseq names no file after an update that ends an epoch; the very last one is always in checkpoint_last.pt.
+    inputs=() newest=
+    for ((back = AVERAGE - 1; back >= 0; back--)); do
+        update=$((UPDATES / save_every * save_every - back * save_every))
+        for file in "$checkpoints"/checkpoint_*_"$update".pt; do
+            if [ -e "$file" ]; then inputs+=("$file") newest=$update; fi
+        done
+    done
+    if [ "$newest" != "$UPDATES" ]; then inputs+=("$checkpoints/checkpoint_last.pt"); fi
+    run_logged averaging "$RUN/average.log" '^averaged|^  ' sharing average --inputs "${inputs[@]}" --output "$averaged"
+    finish
 fi
 
 # --- 4. decoding
@@ -277,7 +303,7 @@ reference=$RUN/data/text/test.$TGT
 if [ -e "$output" ]; then
     echo "already done: $output"
 else
-    start=$SECONDS
+    begin decoding
     python "$repo/scripts/prepare_translation.py" --spm-model "$RUN/data/spm.model" --check "$bin/dict.$TGT.txt"
     # No process may be left without a batch: fairseq-generate would divide by its zero sentences.
     batches=$((($(wc -l <"$reference") + 63) / 64))
@@ -292,14 +318,13 @@ else
             --log-format simple --log-interval 1 >"$RUN/generate.shard$shard.log" 2>&1 9>&- &
         children+=($!)
     done
-    shown_before=0
     attend "${logs[0]}" 'sentences/s|Translated' || fail translating "${logs[@]}"
     cat "${logs[@]}" >"$output.partial"
     grep '^H-' "$output.partial" | sed 's/^H-//' | sort -n -k1,1 | cut -f3 >"$RUN/translation.$TGT"
     [ "$(wc -l <"$RUN/translation.$TGT")" -eq "$(wc -l <"$reference")" ] ||
         status=1 die "$output.partial has $(wc -l <"$RUN/translation.$TGT") translations for the $(wc -l <"$reference") lines of $reference"
     mv "$output.partial" "$output"
-    record_time decoding "$start"
+    finish
 fi
 
 # --- 5. scores
@@ -307,10 +332,10 @@ say "5/5 scoring against the untokenised reference"
 if [ -e "$RUN/scores.txt" ]; then
     echo "already done: $RUN/scores.txt"
 else
-    start=$SECONDS
+    begin scoring
     python -m sacrebleu "$reference" -i "$RUN/translation.$TGT" -m bleu chrf -f text -w 2 >"$RUN/scores.partial"
     mv "$RUN/scores.partial" "$RUN/scores.txt"
-    record_time scoring "$start"
+    finish
 fi
 if [ ! -e "$RUN/curve.png" ]; then sharing curves "$log" --out "$RUN/curve.png" >"$RUN/curves.log" 2>&1 || fail curves "$RUN/curves.log"; fi
 if [ ! -e "$RUN/show.txt" ]; then
