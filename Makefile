@@ -3,6 +3,7 @@ SHELL := /bin/bash
 export OMP_NUM_THREADS := 1
 VENV := .venv
 BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadscope
 
 # The first of these that runs and is CPython 3.11 or 3.12. Override with `make PYTHON=/path/to/python …`.
@@ -35,9 +36,9 @@ $(VENV)/.installed: setup.py constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "$(PYTHON) comes without the modules venv and ensurepip: install them (Debian: apt-get install python3-venv), or name another Python with make PYTHON=…" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps ve-fairseq
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) torch
+	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps ve-fairseq
 	@touch $@
 
 clean:

@@ -82,8 +82,9 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 trap 'exit 129' HUP
 
-# attend LOG PATTERN: wait for all children; meanwhile show the lines of LOG that match PATTERN, from line SKIP on. When
-# one child fails, the others are ended too. Only builtins: bash may lose a Ctrl-C that also hits a program it waits for.
+# attend LOG PATTERN: wait for all children; meanwhile show the lines of LOG that match PATTERN, after the first SKIP
+# lines. When one child fails, the others are ended too. Only builtins are used here: bash may lose a Ctrl-C that also
+# hits a program it waits for.
 attend() {
     local log=$1 pattern=$2 line text="" pid running failed=0 skip=${SKIP:-0}
     : >>"$log"
@@ -147,18 +148,25 @@ finish() {
 }
 
 # --- the environment and the run's folder
-python -c 'from importlib.util import find_spec; assert all(map(find_spec, ("fairseq", "sacrebleu", "sentencepiece")))' 2>/dev/null ||
-    die "the Python on PATH ($(command -v python || echo none)) has no fairseq, sacrebleu and sentencepiece: use 'make quickstart', or activate the environment first"
+for module in fairseq sacrebleu sentencepiece; do
+    python -c "import importlib.util as u, sys; sys.exit(u.find_spec('$module') is None)" 2>/dev/null ||
+        die "the Python on PATH ($(command -v python || echo none)) has no $module:" \
+            "use 'make quickstart', or activate the environment first"
+done
 for name in LAYERS UNIQUE EMBED FFN HEADS VOCAB UPDATES MAX_TOKENS BATCHES SAVES AVERAGE BEAM; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} must be a whole number of at least 1"
 done
-PROCESSES=${PROCESSES:-$(python -c 'import os; print(min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')}
+if [ -z "${PROCESSES:-}" ]; then
+    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    PROCESSES=$((cores < 2 ? cores : 2))
+fi
 [[ $PROCESSES =~ ^[1-9][0-9]*$ ]] || die "PROCESSES=$PROCESSES must be a whole number of at least 1"
 [ $((BATCHES % PROCESSES)) = 0 ] || die "BATCHES=$BATCHES must be a multiple of PROCESSES=$PROCESSES"
 
 model_args=(
     --arch "$ARCH" --encoder-layers "$LAYERS" --decoder-layers "$LAYERS" --share-all-embeddings
-    --encoder-embed-dim "$EMBED" --decoder-embed-dim "$EMBED" --encoder-ffn-embed-dim "$FFN" --decoder-ffn-embed-dim "$FFN"
+    --encoder-embed-dim "$EMBED" --decoder-embed-dim "$EMBED"
+    --encoder-ffn-embed-dim "$FFN" --decoder-ffn-embed-dim "$FFN"
     --encoder-attention-heads "$HEADS" --decoder-attention-heads "$HEADS"
     --encoder-normalize-before --decoder-normalize-before --dropout "$DROPOUT"
 )
@@ -208,7 +216,8 @@ elif [ -e "$DATA.$SRC.xz" ] || [ -e "$DATA.$TGT.xz" ]; then
 else
     read -r source_file target_file more <<<"$DATA"
     if [ -z "${target_file:-}" ] || [ -n "${more:-}" ]; then
-        die "DATA=$DATA is no folder, no prefix of two files (there is no $DATA.$SRC), and no two files with a space between them"
+        die "DATA=$DATA is no folder, no prefix of two files (there is no $DATA.$SRC)," \
+            "and no two files with a space between them"
     fi
     prepare+=(--train "$source_file" "$target_file")
 fi
@@ -243,8 +252,8 @@ else
         --criterion label_smoothed_cross_entropy --label-smoothing 0.1
         --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0
         --lr "$LR" --lr-scheduler polynomial_decay --warmup-updates "$WARMUP" --total-num-update "$UPDATES"
-        --max-update "$UPDATES" --max-tokens "$MAX_TOKENS" --max-tokens-valid 4000 --update-freq $((BATCHES / PROCESSES))
-        --required-batch-size-multiple 1
+        --max-update "$UPDATES" --max-tokens "$MAX_TOKENS" --update-freq $((BATCHES / PROCESSES))
+        --max-tokens-valid 4000 --required-batch-size-multiple 1
         --seed "$SEED" --cpu --num-workers 0
         --save-dir "$checkpoints" --tensorboard-logdir "$RUN/tensorboard"
         --save-interval-updates "$save_every" --keep-interval-updates "$AVERAGE"
@@ -270,7 +279,8 @@ else
         "${train[@]}" ${rank_args[@]+"${rank_args[@]}"} >>"$rank_log" 2>&1 9>&- &
         children+=($!)
     done
-    SKIP=$before attend "$log" '\| (train_inner|fairseq_sharing[.a-z_]*) \||valid on|shared model params|Loaded checkpoint|\| ERROR|Error:' ||
+    shown='\| (train_inner|fairseq_sharing[.a-z_]*) \||valid on|shared model params|Loaded checkpoint|\| ERROR|Error:'
+    SKIP=$before attend "$log" "$shown" ||
         fail "training (a process ended with an error, and the others were stopped)" "$RUN"/train*.log
     touch "$RUN/train.done"
     finish
@@ -311,8 +321,9 @@ else
     logs=()
     for ((shard = 0; shard < shards; shard++)); do
         logs+=("$RUN/generate.shard$shard.log")
-        python -m fairseq_cli.generate "$bin" --user-dir "$repo/fairseq_sharing" --task translation -s "$SRC" -t "$TGT" \
-            --path "$averaged" --gen-subset test --beam "$BEAM" --lenpen "$LENPEN" --max-len-a 2 --max-len-b 20 \
+        python -m fairseq_cli.generate "$bin" --user-dir "$repo/fairseq_sharing" --task translation \
+            -s "$SRC" -t "$TGT" --path "$averaged" --gen-subset test \
+            --beam "$BEAM" --lenpen "$LENPEN" --max-len-a 2 --max-len-b 20 \
             --remove-bpe=sentencepiece --batch-size 64 --max-tokens 3000 --required-batch-size-multiple 1 \
             --distributed-world-size "$shards" --distributed-rank "$shard" --cpu --num-workers 0 \
             --log-format simple --log-interval 1 >"$RUN/generate.shard$shard.log" 2>&1 9>&- &
@@ -321,8 +332,9 @@ else
     attend "${logs[0]}" 'sentences/s|Translated' || fail translating "${logs[@]}"
     cat "${logs[@]}" >"$output.partial"
     grep '^H-' "$output.partial" | sed 's/^H-//' | sort -n -k1,1 | cut -f3 >"$RUN/translation.$TGT"
-    [ "$(wc -l <"$RUN/translation.$TGT")" -eq "$(wc -l <"$reference")" ] ||
-        status=1 die "$output.partial has $(wc -l <"$RUN/translation.$TGT") translations for the $(wc -l <"$reference") lines of $reference"
+    found=$(wc -l <"$RUN/translation.$TGT") total=$(wc -l <"$reference")
+    [ "$found" -eq "$total" ] ||
+        status=1 die "$output.partial has $found translations for the $total lines of $reference"
     mv "$output.partial" "$output"
     finish
 fi
@@ -337,9 +349,11 @@ else
     mv "$RUN/scores.partial" "$RUN/scores.txt"
     finish
 fi
-if [ ! -e "$RUN/curve.png" ]; then sharing curves "$log" --out "$RUN/curve.png" >"$RUN/curves.log" 2>&1 || fail curves "$RUN/curves.log"; fi
+if [ ! -e "$RUN/curve.png" ]; then
+    run_logged drawing "$RUN/curves.log" ' error: ' sharing curves "$log" --out "$RUN/curve.png"
+fi
 if [ ! -e "$RUN/show.txt" ]; then
-    sharing show --path "$averaged" >"$RUN/show.partial" 2>"$RUN/show.log" || fail "fairseq-sharing show" "$RUN/show.log"
+    sharing show --path "$averaged" >"$RUN/show.partial" 2>"$RUN/show.log" || fail showing "$RUN/show.log"
     mv "$RUN/show.partial" "$RUN/show.txt"
 fi
 
@@ -358,5 +372,5 @@ say "files"
 printf 'checkpoints     %s\nTensorBoard     tensorboard --logdir %s\nlearning curve  %s\n' \
     "$checkpoints" "$RUN/tensorboard" "$RUN/curve.png"
 awk '{ total += $2; if (!($1 in sum)) order[++n] = $1; sum[$1] += $2 }
-    END { for (i = 1; i <= n; i++) steps = steps (i > 1 ? ", " : "") order[i] " " sum[order[i]]; 
+    END { for (i = 1; i <= n; i++) steps = steps (i > 1 ? ", " : "") order[i] " " sum[order[i]];
           printf "time            %.1f minutes (seconds: %s)\n", total / 60, steps }' "$RUN/seconds.txt"
