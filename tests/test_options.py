@@ -134,6 +134,14 @@ def test_configurations_from_yaml():
             ["--share-all-embeddings", "--encoder-embed-dim", "64", "--decoder-embed-dim", "32"],
             "--encoder-embed-dim is 64 and --decoder-embed-dim is 32",
         ),
+        (
+            ["--share-decoder-input-output-embed", "--decoder-output-dim", "64"],
+            "--decoder-output-dim is 64 and --decoder-embed-dim is 512",
+        ),
+        (
+            ["--encoder-attention-heads", "7"],
+            "--encoder-embed-dim 512 must be a multiple of --encoder-attention-heads 7",
+        ),
     ],
 )
 def test_contradictions_are_refused_and_logged(flags, sentence, caplog):

@@ -45,8 +45,18 @@ def set_defaults(args, **defaults) -> None:
         setattr(args, name, getattr(args, name, value))
 
 
-def check_embeddings(args) -> None:
-    """Refuse embeddings tied across widths here: fairseq would only notice after it has made --save-dir."""
+def check_widths(args) -> None:
+    """Refuse widths that do not fit together here: fairseq would only notice after it has made --save-dir."""
+    for stack in ("encoder", "decoder"):
+        width, heads = getattr(args, f"{stack}_embed_dim"), getattr(args, f"{stack}_attention_heads")
+        if heads < 1 or width % heads:
+            refuse(f"--{stack}-embed-dim {width} must be a multiple of --{stack}-attention-heads {heads}")
+    tied = args.share_all_embeddings or args.share_decoder_input_output_embed
+    if tied and args.adaptive_softmax_cutoff is None and args.decoder_output_dim != args.decoder_embed_dim:
+        refuse(
+            f"an output tied to the decoder's embedding needs one width, but --decoder-output-dim is "
+            f"{args.decoder_output_dim} and --decoder-embed-dim is {args.decoder_embed_dim}"
+        )
     if args.share_all_embeddings and args.encoder_embed_dim != args.decoder_embed_dim:
         refuse(
             f"--share-all-embeddings needs one width, but --encoder-embed-dim is {args.encoder_embed_dim} "
@@ -79,7 +89,7 @@ def register_architecture(preset: str, size: str) -> None:
         upstream_architecture(args)
         if not hasattr(args, "_name"):  # parsing a command line, not rebuilding a model whose data may be elsewhere
             check_data(args)
-        check_embeddings(args)
+        check_widths(args)
         for stack in ("encoder", "decoder"):
             resolve_sharing(args, stack, strategy, num_unique)
 
