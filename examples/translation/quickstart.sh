@@ -20,7 +20,7 @@
 #   MAX_TOKENS tokens per batch of one process; BATCHES: batches per update, over all processes
 #   DROPOUT, SEED
 #   SAVES      how often during training to save and validate; AVERAGE: how many of the last saved models to average
-#   BEAM       beam width of the search; LENPEN: its length penalty
+#   BEAM       beam width of the search; LENPEN: its length penalty, where more than 1 makes translations longer
 #   PROCESSES  training processes, one thread each; one for each core, two at most
 #   TRAIN_ARGS further flags for fairseq-train, split at spaces
 set -euo pipefail
@@ -43,9 +43,9 @@ BATCHES=${BATCHES:-2}
 DROPOUT=${DROPOUT:-0}
 SEED=${SEED:-1}
 SAVES=${SAVES:-20}
-AVERAGE=${AVERAGE:-3}
+AVERAGE=${AVERAGE:-2}
 BEAM=${BEAM:-5}
-LENPEN=${LENPEN:-1}
+LENPEN=${LENPEN:-1.4}
 TRAIN_ARGS=${TRAIN_ARGS:-}
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
