@@ -7,7 +7,7 @@ whenever a model is rebuilt from its checkpoint: it leaves its result in the arg
 
 import logging
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -56,6 +56,30 @@ def add_sharing_args(parser, stacks) -> None:
     gen_parser_from_dataclass(parser, SharingPartsConfig(), delete_default=True)
 
 
+def extend_config(base: type, name: str, stacks, **defaults) -> type:
+    """Return fairseq's configuration dataclass of a model with the fields of sharing added and other defaults.
+
+    fairseq ignores the preset function of an architecture whose model has a dataclass, so each such architecture is
+    a model with a dataclass of its own.
+
+    Args:
+        base: the dataclass of fairseq's model.
+        name: the new class's name.
+        stacks: ``encoder``, ``decoder`` or both.
+        defaults: values in place of the base's; names that are no field are ignored.
+    """
+    added = [(f"{stack}_{each.name}", each) for stack in stacks for each in fields(StackSharingConfig)]
+    added += [(each.name, each) for each in fields(SharingPartsConfig)]
+    known = {each.name: each for each in fields(base)} | dict(added)
+    specified = []
+    for each in sorted({each for each, _ in added} | (defaults.keys() & known.keys())):
+        default = defaults.get(each, known[each].default)
+        if isinstance(default, bool) and "int" in str(known[each].type):  # as fairseq's presets have it here and there
+            default = int(default)
+        specified.append((each, known[each].type, field(default=default, metadata=known[each].metadata)))
+    return make_dataclass(name, specified, bases=(base,))
+
+
 def as_namespace(args) -> Namespace:
     """Return the arguments as a flat Namespace; fairseq-hydra-train gives legacy models a DictConfig."""
     return Namespace(**OmegaConf.to_container(args, resolve=True)) if isinstance(args, DictConfig) else args
@@ -86,6 +110,13 @@ def resolve_sharing(args, stack: str, strategy: str, num_unique: int) -> None:
     unique = given["unique_layers"]
     if given["assignment"] is not None and not isinstance(given["assignment"], str):  # a list, from YAML
         given["assignment"] = ",".join(map(str, given["assignment"]))
+    if isinstance(args, DictConfig):
+        # A structured configuration holds the architecture's presets as if they had been given.
+        given["sharing"] = None if given["sharing"] is None else str(given["sharing"])
+        if given["assignment"] is not None and given["sharing"] == strategy:
+            given["sharing"] = None
+        if unique == num_unique and (given["assignment"] is not None or given["sharing"] == "none"):
+            given["unique_layers"] = unique = None
     args.sharing_parts = ",".join(parse_parts(getattr(args, "sharing_parts", None)))
 
     if given["assignment"] is not None:

@@ -32,7 +32,8 @@ class SharedLayers:
         Raises:
             ValueError: a stack has nothing to tie, or its layers differ.
         """
-        args = as_namespace(args)
+        if getattr(cls, "__dataclass", None) is None:  # a model without dataclass reads a flat Namespace
+            args = as_namespace(args)
         model = super().build_model(args, task)
         model.startup_lines = []
         for stack, path in cls.STACKS.items():

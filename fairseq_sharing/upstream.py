@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import shutil
+import types
 
 import numpy as np
 import torch
@@ -189,9 +190,16 @@ def replace(owner, name: str, wrap) -> None:
     setattr(owner, name, kind(patched) if kind in (staticmethod, classmethod) else patched)
 
 
+def restore_numpy_name() -> None:
+    """Give numpy 2 back the one name of numpy 1 that fairseq uses: blocks that end at sentences, as in LM decoding."""
+    if not hasattr(np, "compat"):
+        np.compat = types.SimpleNamespace(long=np.int64)
+
+
 def apply() -> None:
     """Apply every change of this file; a second call changes nothing."""
     allow_checkpoint_classes()
+    restore_numpy_name()
     replace(utils, "move_to_cpu", lambda original: functools.wraps(original)(move_to_cpu))
     replace(PathManager, "copy", copy_atomically)
     replace(checkpoint_utils, "torch_persistent_save", save_or_explain)

@@ -123,6 +123,20 @@ def test_the_readmes_table_of_architectures_is_true():
         assert (unique, unshared) == tuple(f"{sum(row[column] for row in counts):,}" for column in (1, 2))
 
 
+def test_the_readmes_table_of_language_models_is_true():
+    readme = (REPOSITORY / "README.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(transformer_lm_shared_\w+)` \|(.*)\|$", readme, re.MULTILINE)
+    assert len(rows) == 7
+    for arch, cells in rows:
+        layers, sets, widths, heads, vocabulary, unique, unshared = (cell.strip() for cell in cells.split("|"))
+        config = parse_architecture(arch, [] if arch.endswith("wiki103") else ["--share-decoder-input-output-embed"])
+        assert (layers, sets) == (str(config.decoder_layers), str(config.decoder_unique_layers))
+        assert widths == f"{config.decoder_embed_dim} / {config.decoder_ffn_embed_dim}"
+        assert heads == str(config.decoder_attention_heads)
+        counts = count_components(build_without_memory(config, *[int(vocabulary.replace(",", ""))] * 2))
+        assert (unique, unshared) == tuple(f"{sum(row[column] for row in counts):,}" for column in (1, 2))
+
+
 # --- average ---
 
 

@@ -5,12 +5,15 @@ Sharing saves parameters, and with them memory for gradients and optimizer; the 
 Examples:
     fairseq-sharing show --arch transformer_shared_cycle_rev --share-all-embeddings
     fairseq-sharing show --arch transformer_shared_cycle --encoder-layers 9 --encoder-unique-layers 3 --vocab-size 8000
+    fairseq-sharing show --arch transformer_lm_shared_sequence_wiki103 --vocab-size 267744
     fairseq-sharing show --path checkpoints/checkpoint_best.pt
 """
 
 import logging
+import re
 
 HELP = "show the assignment and parameter counts of an architecture or a checkpoint"
+CANNOT_SHOW = "only Transformers for translation and language modelling can be shown"
 PASSES_ON = True  # whatever the command does not know is a flag of fairseq-train
 
 
@@ -38,32 +41,44 @@ def filler_dictionary(size: int):
 
 
 def parse_architecture(arch: str, flags: list[str]):
-    """Return the arguments that fairseq-train would train with.
+    """Return the model's configuration that fairseq-train would train with.
 
     Raises:
         ValueError: there is no such architecture, or the flags contradict each other.
     """
     from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.models.transformer import TransformerModel
+    from fairseq.models.transformer_lm import TransformerLanguageModel
 
     if arch not in ARCH_MODEL_REGISTRY:
         known = ", ".join(sorted(name for name in ARCH_MODEL_REGISTRY if "_shared_" in name))
         raise ValueError(f"--arch {arch} is not known to fairseq or to this plugin, which adds {known}")
-    if not ARCH_MODEL_REGISTRY[arch].__module__.endswith((".transformer_legacy", ".transformer_shared")):
-        raise ValueError(f"--arch {arch}: only Transformers for translation can be shown")
-    return options.parse_args_and_arch(options.get_training_parser(), ["", "--arch", arch, *flags])
+    if not issubclass(ARCH_MODEL_REGISTRY[arch], (TransformerModel, TransformerLanguageModel)):
+        raise ValueError(f"--arch {arch}: {CANNOT_SHOW}")
+    lm = issubclass(ARCH_MODEL_REGISTRY[arch], TransformerLanguageModel)
+    task = ["--task", "language_modeling"] if lm else []
+    args = options.parse_args_and_arch(options.get_training_parser(), ["", *task, "--arch", arch, *flags])
+    return convert_namespace_to_omegaconf(args).model
 
 
-def build_without_memory(args, source_size: int, target_size: int):
+def build_without_memory(config, source_size: int, target_size: int):
     """Build the model on torch's meta device: shapes and ties, but no numbers."""
+    from types import SimpleNamespace
+
     import torch
     from fairseq.models import build_model
-    from fairseq.tasks.translation import TranslationTask
 
     source = filler_dictionary(source_size)
     target = source if source_size == target_size else filler_dictionary(target_size)
-    with torch.device("meta"):
-        return build_model(args, TranslationTask(args, source, target))
+    with torch.device("meta"):  # of the task, building a model needs only the dictionaries
+        return build_model(config, SimpleNamespace(source_dictionary=source, target_dictionary=target), True)
+
+
+def stacks_of(model) -> dict:
+    """Return the model's stacks of layers by name."""
+    return {name: getattr(model, name).layers for name in ("encoder", "decoder") if hasattr(model, name)}
 
 
 def count_components(model) -> list[tuple[str, int, int]]:
@@ -71,8 +86,7 @@ def count_components(model) -> list[tuple[str, int, int]]:
     from ..sharing import count_saved
 
     counts = []
-    for name in ("encoder", "decoder"):
-        layers = getattr(model, name).layers
+    for name, layers in stacks_of(model).items():
         unique = sum(parameter.numel() for parameter in layers.parameters())
         counts.append((f"{name} layers", unique, unique + count_saved(layers)))
     in_embeddings = {
@@ -91,9 +105,8 @@ def format_report(title: str, model, source_size: int, target_size: int) -> str:
     from tabulate import tabulate
 
     lines = [title, ""]
-    for stack in ("encoder", "decoder"):
-        sharing = getattr(getattr(model, stack).layers, "sharing", None)
-        num_layers = len(getattr(model, stack).layers)
+    for stack, layers in stacks_of(model).items():
+        sharing, num_layers = getattr(layers, "sharing", None), len(layers)
         if sharing is None or not sharing.shares:
             lines.append(f"{stack}: {num_layers} layers, each with its own parameters")
             continue
@@ -116,24 +129,27 @@ def format_report(title: str, model, source_size: int, target_size: int) -> str:
 
 
 def read_checkpoint(path: str):
-    """Return the arguments and dictionary sizes that a checkpoint was trained with.
+    """Return the model's configuration and the dictionary sizes that a checkpoint was trained with.
 
     Raises:
-        ValueError: the checkpoint is not one of a Transformer for translation.
+        ValueError: the checkpoint is not one of a Transformer for translation or language modelling.
     """
     from omegaconf import OmegaConf
 
     from .files import load_checkpoint
 
     state = load_checkpoint(path)
-    config = state.get("cfg")
-    args = config["model"] if config else state.get("args")
-    if isinstance(args, dict):
-        args = OmegaConf.create(args)
-    sizes = [state["model"].get(f"{stack}.embed_tokens.weight") for stack in ("encoder", "decoder")]
-    if args is None or None in sizes:
-        raise ValueError(f"{path}: only checkpoints of Transformers for translation can be shown")
-    return args, len(sizes[0]), len(sizes[1])
+    config = state["cfg"]["model"] if state.get("cfg") else state.get("args")
+    if isinstance(config, dict):
+        config = OmegaConf.create({"model": config}).model
+    rows = {"encoder": 0, "decoder": 0}
+    for key, value in state["model"].items():
+        match = re.fullmatch(r"(encoder|decoder)\.embed_tokens(\.embeddings\.\d+\.0)?\.weight", key)
+        if match:  # an adaptive input has one embedding for each band of words
+            rows[match[1]] += len(value)
+    if config is None or not rows["decoder"]:
+        raise ValueError(f"{path}: {CANNOT_SHOW}")
+    return config, rows["encoder"] or rows["decoder"], rows["decoder"]
 
 
 def run(args) -> None:
@@ -142,12 +158,12 @@ def run(args) -> None:
     if args.path is not None:
         if args.extra or args.vocab_size is not None:
             raise ValueError(f"--path takes no further flags: {' '.join(args.extra) or '--vocab-size'}")
-        model_args, *sizes = read_checkpoint(args.path)
-        title = f"{getattr(model_args, 'arch', None) or model_args._name}, from {args.path}"
+        config, *sizes = read_checkpoint(args.path)
+        title = f"{config._name}, from {args.path}"
     else:
         if args.vocab_size is not None and args.vocab_size < 5:
             raise ValueError(f"--vocab-size {args.vocab_size} must be at least 5: four symbols are fairseq's own")
-        model_args = parse_architecture(args.arch, args.extra)
+        config = parse_architecture(args.arch, args.extra)
         sizes = [args.vocab_size or 32768] * 2
         title = args.arch
-    print(format_report(title, build_without_memory(model_args, *sizes), *sizes))
+    print(format_report(title, build_without_memory(config, *sizes), *sizes))

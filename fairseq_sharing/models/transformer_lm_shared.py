@@ -1,0 +1,107 @@
+"""Language modelling: fairseq's decoder-only Transformer whose layers share parameters.
+
+Source: Takase & Kiyono, "Lessons on Parameter Sharing across Layers in Transformers", arXiv 2104.06022, section on
+language modelling: Pre-LN, adaptive inputs and softmax, N=12, M=6 on WikiText-103.
+"""
+
+from argparse import Namespace
+from typing import ClassVar
+
+from fairseq.models import ARCH_CONFIG_REGISTRY, register_model
+from fairseq.models.transformer_lm import (
+    TransformerLanguageModel,
+    TransformerLanguageModelConfig,
+    base_lm_architecture,
+    transformer_lm_baevski_wiki103,
+)
+
+from ..options import extend_config, refuse, resolve_sharing
+from ..shared_model import SharedLayers
+
+
+class SharedLanguageModel(SharedLayers, TransformerLanguageModel):
+    """fairseq's Transformer language model with N layers from M parameter sets.
+
+    Attributes:
+        PRESET: strategy and M of the architecture.
+    """
+
+    STACKS: ClassVar[dict[str, str]] = {"decoder": "decoder.layers"}
+    PRESET: ClassVar[tuple[str, int]]
+
+    @classmethod
+    def build_model(cls, args, task):
+        """Resolve the flags again, for configurations that came from YAML, then build and tie."""
+        check(args)
+        resolve_sharing(args, "decoder", *cls.PRESET)
+        return super().build_model(args, task)
+
+
+def check(args) -> None:
+    """Refuse widths that do not fit together while parsing, and an embedding tied across widths.
+
+    Raises:
+        ValueError: with the flags and their values.
+    """
+    width, heads = args.decoder_embed_dim, args.decoder_attention_heads
+    if heads < 1 or width % heads:
+        refuse(f"--decoder-embed-dim {width} must be a multiple of --decoder-attention-heads {heads}")
+    if args.share_decoder_input_output_embed and args.decoder_input_dim != args.decoder_output_dim:
+        refuse(
+            "--share-decoder-input-output-embed needs one width, but --decoder-input-dim is "
+            f"{args.decoder_input_dim} and --decoder-output-dim is {args.decoder_output_dim}"
+        )
+
+
+# Name -> (strategy, N, M). With M=1 all strategies are one.
+PRESETS = {
+    "sequence": ("sequence", 12, 6),
+    "cycle": ("cycle", 12, 6),
+    "cycle_rev": ("cycle_rev", 12, 6),
+    "universal": ("cycle", 6, 1),
+}
+UNIVERSAL = {"decoder_embed_dim": 1024, "decoder_ffn_embed_dim": 4096, "decoder_attention_heads": 16}
+
+
+def register_architecture(name: str, preset: str, upstream_architecture, **widths) -> None:
+    """Register an architecture as a model with a dataclass of its own.
+
+    Args:
+        name: what users type after ``--arch``.
+        preset: a key of `PRESETS`.
+        upstream_architecture: fairseq's function that fills in the other defaults.
+        widths: defaults in place of fairseq's.
+    """
+    strategy, num_layers, num_unique = PRESETS[preset]
+    given = {"decoder_layers": num_layers, **widths}
+    filled = Namespace(**given)
+    upstream_architecture(filled)
+    sharing = {"decoder_sharing": strategy, "decoder_unique_layers": num_unique}
+    config = extend_config(
+        TransformerLanguageModelConfig, f"{name}_config", SharedLanguageModel.STACKS, **vars(filled), **sharing
+    )
+    model = type(
+        name, (SharedLanguageModel,), {"PRESET": (strategy, num_unique), "__doc__": SharedLanguageModel.__doc__}
+    )
+    model.__module__ = __name__
+    globals()[name] = register_model(name, dataclass=config)(model)  # by its name, so that it can be pickled
+
+    def architecture(args):
+        for key, value in given.items():
+            setattr(args, key, getattr(args, key, value))
+        upstream_architecture(args)
+        check(args)
+        resolve_sharing(args, "decoder", strategy, num_unique)
+
+    ARCH_CONFIG_REGISTRY[name] = architecture  # runs while parsing; fairseq put a function without effect there
+
+
+for preset in PRESETS:
+    register_architecture(
+        f"transformer_lm_shared_{preset}",
+        preset,
+        base_lm_architecture,
+        **(UNIVERSAL if preset == "universal" else {}),
+    )
+    if preset != "universal":
+        register_architecture(f"transformer_lm_shared_{preset}_wiki103", preset, transformer_lm_baevski_wiki103)
