@@ -346,8 +346,9 @@ def is_gone(group: int) -> bool:
 
 def test_quickstart_end_to_end_and_again(corpus, tmp_path):
     run = tmp_path / "run"
-    status, output = call_quickstart(run, corpus)
+    status, output = call_quickstart(run, corpus, PROCESSES="")
     assert status == 0, output
+    assert f"{min(2, len(os.sched_getaffinity(0)))} process(es) of one thread each" in output
     for name in ("data/prepared.json", "train.log", "checkpoints/averaged.pt", "generate.txt", "scores.txt"):
         assert (run / name).stat().st_size > 0
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")

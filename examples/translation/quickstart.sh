@@ -157,7 +157,8 @@ for name in LAYERS UNIQUE EMBED FFN HEADS VOCAB UPDATES MAX_TOKENS BATCHES SAVES
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} must be a whole number of at least 1"
 done
 if [ -z "${PROCESSES:-}" ]; then
-    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    # nproc takes OMP_NUM_THREADS for the number of cores.
+    cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     PROCESSES=$((cores < 2 ? cores : 2))
 fi
 [[ $PROCESSES =~ ^[1-9][0-9]*$ ]] || die "PROCESSES=$PROCESSES must be a whole number of at least 1"
