@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from fairseq import checkpoint_utils, utils
 from fairseq.data import data_utils
+from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.models.ema.ema import EMA
 from fairseq.tasks.translation import TranslationTask
@@ -107,6 +108,24 @@ def report_failed_write(path: str, temporary: str, error: Exception) -> None:
     )
     reason = str(error).splitlines()[0]
     logger.error(f"cannot write checkpoint {path}: {reason}; {free}; checkpoints written before are untouched")
+
+
+def broadcast_with_torch(broadcast):
+    """Send objects between workers by torch's own function.
+
+    Upstream reads what its first worker sent with torch.load, which refuses a configuration under ``weights_only``:
+    several processes can train but not resume. What is sent was loaded by the first worker, under ``weights_only``.
+    """
+
+    @functools.wraps(broadcast)
+    def wrapper(obj, src_rank, group, dist_device):
+        if not isinstance(group, torch.distributed.ProcessGroup):
+            return broadcast(obj, src_rank, group, dist_device)  # TPUs have groups of their own
+        box = [obj]
+        torch.distributed.broadcast_object_list(box, src=src_rank, group=group, device=dist_device)
+        return box[0]
+
+    return wrapper
 
 
 def keep_the_last_batch(batch_by_size):
@@ -203,6 +222,7 @@ def apply() -> None:
     replace(utils, "move_to_cpu", lambda original: functools.wraps(original)(move_to_cpu))
     replace(PathManager, "copy", copy_atomically)
     replace(checkpoint_utils, "torch_persistent_save", save_or_explain)
+    replace(distributed_utils, "_broadcast_object_slow", broadcast_with_torch)
     replace(data_utils, "batch_by_size", keep_the_last_batch)
     replace(EMA, "restore", restore_with_versions)
     replace(TranslationTask, "setup_task", setup_task_checked)

@@ -2,6 +2,8 @@
 
 import json
 import re
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -70,6 +72,34 @@ def test_train_resume_average_generate_score(data, tmp_path, preset):
     score, _ = json.JSONDecoder().raw_decode(scored)
     assert [entry["name"] for entry in score] == ["BLEU", "chrF2"]
     assert all(0 <= entry["score"] <= 100 for entry in score)
+
+
+def train_in_two_processes(command: list) -> list[str]:
+    """Run fairseq-train as two processes with one thread each, as the README says; return their outputs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    distributed = [
+        *("--distributed-world-size", 2, "--distributed-init-method", address, "--distributed-no-spawn"),
+        *("--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"),
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [[*command, *distributed, "--distributed-rank", rank, "--device-id", rank] for rank in (0, 1)]
+        return list(pool.map(run, ranks))
+
+
+def test_two_processes_train_and_resume_as_one(data, tmp_path):
+    """Two workers, stopped and resumed, end where one process with two batches per update does."""
+    flags = [*FOUR_FROM_TWO, "--dropout", 0, "--max-update"]
+    arch = "transformer_shared_cycle_rev"
+    train_in_two_processes([*train_command(data, tmp_path / "two", arch, *flags), 4])
+    resumed, _ = train_in_two_processes([*train_command(data, tmp_path / "two", arch, *flags), 8])
+    assert "Loaded checkpoint" in resumed and "@ 4 updates" in resumed
+    run([*train_command(data, tmp_path / "one", arch, *flags), 8, "--update-freq", 2])
+    two, one = (torch.load(tmp_path / run / "checkpoint_last.pt")["model"] for run in ("two", "one"))
+    assert two.keys() == one.keys()
+    for key, value in one.items():
+        assert torch.allclose(two[key].double(), value.double(), atol=1e-5), key
 
 
 @pytest.fixture(scope="module")
