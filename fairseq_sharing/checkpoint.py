@@ -1,6 +1,6 @@
 """Checkpoints of shared stacks: one copy of each tensor, and a record of who shares with whom.
 
-Two hooks on the stack itself do all the work, so every path that saves or loads a model goes through them: fairseq's
+Hooks on the stack itself do all the work, so every path that saves or loads a model goes through them: fairseq's
 trainer, its EMA, checkpoint averaging, component loading, the hub. Saving leaves borrowed tensors out and adds the
 record; loading compares the record, then lets the borrowers borrow again.
 
@@ -14,7 +14,7 @@ import logging
 import torch
 from torch import nn
 
-from .sharing import ALL_PARTS, Sharing, shared_names
+from .sharing import ALL_PARTS, Sharing, shared_names, tie_layers
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +46,25 @@ def register_checkpoint_hooks(layers: nn.ModuleList) -> None:
     """Make a stack that went through `share_layers` save each tensor once and refuse a foreign sharing on loading."""
     layers.register_state_dict_post_hook(drop_borrowed)
     layers.register_load_state_dict_pre_hook(restore_borrowed)
+    layers.register_load_state_dict_post_hook(tie_again)
 
 
 def drop_borrowed(layers: nn.ModuleList, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """Leave borrowed tensors out of the state dict and add the record (a state-dict hook)."""
-    if layers.sharing.shares:
-        for borrower, _, name in shared_names(layers):
-            del state_dict[f"{prefix}{borrower}.{name}"]
-        state_dict[prefix + RECORD] = encode_sharing(layers.sharing)
+    """Leave borrowed tensors out of the state dict and add the record (a state-dict hook).
+
+    Raises:
+        ValueError: a borrowed tensor is no longer its owner's, so leaving it out would lose it.
+    """
+    if not layers.sharing.shares:
+        return
+    for borrower, owner, name in shared_names(layers):
+        borrowed, owned = f"{prefix}{borrower}.{name}", f"{prefix}{owner}.{name}"
+        if owned not in state_dict or state_dict[borrowed].data_ptr() != state_dict[owned].data_ptr():
+            raise ValueError(
+                f"{borrowed} no longer is the same tensor as {owned}: these layers cannot be saved as shared"
+            )
+        del state_dict[borrowed]
+    state_dict[prefix + RECORD] = encode_sharing(layers.sharing)
 
 
 def restore_borrowed(layers: nn.ModuleList, state_dict: dict, prefix: str, *_) -> None:
@@ -68,7 +79,7 @@ def restore_borrowed(layers: nn.ModuleList, state_dict: dict, prefix: str, *_) -
     record = state_dict.pop(prefix + RECORD, None)
     if record is not None and not layers.sharing.same_as(decode_sharing(record)):
         refuse(stack, f"shared as {decode_sharing(record)}", layers.sharing)
-    if not layers.sharing.shares or not any(key.startswith(prefix) for key in state_dict):
+    if not layers.sharing.shares:
         return
     for borrower, owner, name in shared_names(layers):
         borrowed, owned = f"{prefix}{borrower}.{name}", f"{prefix}{owner}.{name}"
@@ -82,6 +93,11 @@ def restore_borrowed(layers: nn.ModuleList, state_dict: dict, prefix: str, *_) -
             refuse(
                 stack, f"with different {name} in layers {owner} and {borrower}, that is not shared so", layers.sharing
             )
+
+
+def tie_again(layers: nn.ModuleList, incompatible_keys) -> None:
+    """Tie after loading (a hook): ``load_state_dict(assign=True)`` gives every name a parameter of its own."""
+    tie_layers(layers)
 
 
 def refuse(stack: str, found: str, wanted: Sharing) -> None:

@@ -108,8 +108,7 @@ def resolve_sharing(args, stack: str, strategy: str, num_unique: int) -> None:
     num_layers = getattr(args, f"{stack}_layers")
     given = {name: getattr(args, f"{stack}_{name}", None) for name in ("sharing", "unique_layers", "assignment")}
     unique = given["unique_layers"]
-    if given["assignment"] is not None and not isinstance(given["assignment"], str):  # a list, from YAML
-        given["assignment"] = ",".join(map(str, given["assignment"]))
+    given["assignment"] = as_text(given["assignment"])
     if isinstance(args, DictConfig):
         # A structured configuration holds the architecture's presets as if they had been given.
         given["sharing"] = None if given["sharing"] is None else str(given["sharing"])
@@ -149,6 +148,15 @@ def resolve_sharing(args, stack: str, strategy: str, num_unique: int) -> None:
     setattr(args, f"{stack}_assignment", given["assignment"])
     if get_sharing(args, stack).shares:
         check_neighbours(args, stack)
+    else:  # nothing is shared, whatever it was called
+        setattr(args, f"{stack}_sharing", "none")
+        setattr(args, f"{stack}_unique_layers", None)
+        setattr(args, f"{stack}_assignment", None)
+
+
+def as_text(value) -> str | None:
+    """Return a list, as YAML and fairseq's own flags have it, as the text that is typed."""
+    return value if value is None or isinstance(value, str) else ",".join(map(str, value))
 
 
 def check_assignment(
@@ -176,11 +184,16 @@ def check_neighbours(args, stack: str) -> None:
     """Refuse fairseq's options that cannot be right when layers share parameters."""
     keep = getattr(args, f"{stack}_layers_to_keep", None)
     if keep:
-        keep = keep if isinstance(keep, str) else ",".join(map(str, keep))
         refuse(
-            f"--{stack}-layers-to-keep {keep} cannot prune layers that share parameters "
-            f"({get_sharing(args, stack)}): use --{stack}-sharing none"
+            f"--{stack}-layers-to-keep {as_text(keep)} cannot prune layers that share parameters "
+            f"({stack}: {get_sharing(args, stack)})"
         )
+    for name in ("quant_noise_scalar", "quantization_config_path"):
+        if getattr(args, name, None):
+            refuse(
+                f"--{name.replace('_', '-')} {getattr(args, name)} would quantise only the first layer of each "
+                f"parameter set ({stack}: {get_sharing(args, stack)}) and cannot be combined with sharing"
+            )
     if getattr(args, "base_layers", 0):
         refuse(
             f"--base-layers {args.base_layers} cannot be combined with --{stack}-sharing "
@@ -195,7 +208,7 @@ def check_neighbours(args, stack: str) -> None:
 
 def parse_parts(text: str | None) -> list[str]:
     """Read ``--sharing-parts``: the parts in their fixed order."""
-    parts = [part.strip() for part in (text if text is not None else ",".join(ALL_PARTS)).split(",")]
+    parts = [part.strip() for part in (as_text(text) if text is not None else ",".join(ALL_PARTS)).split(",")]
     unknown = [part for part in parts if part not in ALL_PARTS]
     if unknown:
         refuse(f"--sharing-parts {text}: {unknown[0]!r} is none of {', '.join(ALL_PARTS)}")

@@ -101,8 +101,8 @@ def share_layers(layers: nn.ModuleList, assignment: Sequence[int], parts: Sequen
         ValueError: there is nothing to tie, the assignment does not fit the stack, or two layers that should share
             differ in their parameters' names or shapes, or are wrapped by FullyShardedDataParallel.
     """
-    if len(layers) == 0:
-        raise ValueError("there are no layers to share in this stack")
+    if len(layers) == 0 and assignment:
+        raise ValueError(f"there are no layers to share in this stack as {picture(list(assignment))}")
     if len(layers) != len(assignment):
         raise ValueError(
             f"the assignment {picture(list(assignment))} is for {len(assignment)} layers, not for {len(layers)}"
@@ -112,11 +112,16 @@ def share_layers(layers: nn.ModuleList, assignment: Sequence[int], parts: Sequen
         raise ValueError(
             "layers wrapped by FullyShardedDataParallel cannot share parameters: use another --ddp-backend"
         )
-    for index, owner in enumerate(sharing.owners):  # by index: iterating over a LayerDropModuleList skips layers
-        if index != owner:
-            tie(layers[owner], layers[index], sharing.parts, f"layers {owner} and {index}")
     layers.sharing = sharing
+    tie_layers(layers)
     return sharing
+
+
+def tie_layers(layers: nn.ModuleList) -> None:
+    """Tie a stack as its ``sharing`` says; what is tied already stays as it is."""
+    for index, owner in enumerate(layers.sharing.owners):  # by index: iterating over a LayerDropModuleList skips layers
+        if index != owner:
+            tie(layers[owner], layers[index], layers.sharing.parts, f"layers {owner} and {index}")
 
 
 def tie(owner: nn.Module, borrower: nn.Module, parts: Iterable[str], what: str) -> None:

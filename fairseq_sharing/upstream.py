@@ -1,7 +1,7 @@
 """The only place where fairseq itself is changed, each change with its reason.
 
-Nothing here depends on sharing: each function mends a fault that a stock model has too on today's torch, and each is
-skipped when upstream no longer has the function it replaces. Importing the package applies them once.
+Nothing here depends on sharing: each function mends a fault that a stock model has too on today's torch or numpy. A
+function that upstream no longer has is left alone. Importing the package applies them once.
 """
 
 import argparse
@@ -51,6 +51,8 @@ def move_to_cpu(sample):
     moved = {}
 
     def move(tensor):
+        if tensor.layout != torch.strided:
+            return tensor.cpu()  # sparse tensors have no address to compare
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if key not in moved or tensor.numel() == 0:
             half = tensor.dtype in {torch.bfloat16, torch.float16}
@@ -70,10 +72,11 @@ def copy_atomically(copy):
     def wrapper(src_path: str, dst_path: str, overwrite: bool = False):
         if PathManager.path_requires_pathmanager(dst_path):
             return copy(src_path, dst_path, overwrite)
-        temporary = f"{dst_path}.tmp"
+        target = os.path.realpath(dst_path)  # through a link, as upstream
+        temporary = f"{target}.tmp"
         try:
             shutil.copyfile(src_path, temporary)
-            os.replace(temporary, dst_path)
+            os.replace(temporary, target)
         except OSError as error:
             report_failed_write(dst_path, temporary, error)
             raise
@@ -96,6 +99,11 @@ def save_or_explain(save):
     return wrapper
 
 
+def first_line(error: Exception) -> str:
+    """Return what an error says first, or its kind when it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def report_failed_write(path: str, temporary: str, error: Exception) -> None:
     """Log the sentence and remove the temporary file."""
     if os.path.exists(temporary):
@@ -106,8 +114,9 @@ def report_failed_write(path: str, temporary: str, error: Exception) -> None:
         if os.path.isdir(folder)
         else "no such folder"
     )
-    reason = str(error).splitlines()[0]
-    logger.error(f"cannot write checkpoint {path}: {reason}; {free}; checkpoints written before are untouched")
+    logger.error(
+        f"cannot write checkpoint {path}: {first_line(error)}; {free}; checkpoints written before are untouched"
+    )
 
 
 def broadcast_with_torch(broadcast):
@@ -147,6 +156,41 @@ def keep_the_last_batch(batch_by_size):
     return wrapper
 
 
+def first_names(state_dict: dict) -> dict:
+    """Return the state dict with each tensor under its first name only."""
+    first, seen = {}, set()
+    for name, tensor in state_dict.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if torch.is_tensor(tensor) else name
+        if place not in seen or (torch.is_tensor(tensor) and tensor.numel() == 0):
+            first[name] = tensor
+        seen.add(place)
+    return first
+
+
+def decay_each_tensor_once(step):
+    """Update the moving average of a tied embedding once, not once for every name it has.
+
+    Upstream multiplies in place, name by name: with --share-all-embeddings the embedding decays three times per update.
+    """
+
+    @functools.wraps(step)
+    def wrapper(self, new_model, *args, **kwargs):
+        listed = types.SimpleNamespace(state_dict=lambda: first_names(new_model.state_dict()))
+        return step(self, listed, *args, **kwargs)
+
+    return wrapper
+
+
+def keep_fp32_once(build):
+    """Keep one fp32 copy of each tensor of the moving average, under the name that is updated."""
+
+    @functools.wraps(build)
+    def wrapper(self, state_dict=None):
+        return build(self, first_names(self.model.state_dict() if state_dict is None else state_dict))
+
+    return wrapper
+
+
 def restore_with_versions(restore):
     """Give back to a moving average the keys with "version" in their name, which its own update leaves out.
 
@@ -168,23 +212,23 @@ def check_data_folder(args) -> None:
         args: configuration with ``data`` (one folder, or several joined by colons), ``source_lang``, ``target_lang``.
 
     Raises:
-        ValueError: a folder does not exist or was not made by fairseq-preprocess.
+        ValueError: the first folder does not exist or was not made by fairseq-preprocess.
     """
     languages_given = args.source_lang is not None and args.target_lang is not None
-    for folder in utils.split_paths(args.data):
-        if PathManager.path_requires_pathmanager(folder):
-            continue
-        if not os.path.isdir(folder):
-            problem = "does not exist"
-        elif not any(name.startswith("dict.") for name in os.listdir(folder)):
-            problem = "holds no dictionary dict.<language>.txt, so its text is not binarised"
-        elif not languages_given and data_utils.infer_language_pair(folder) == (None, None):
-            problem = "holds no file <split>.<source>-<target>.<language>.idx, so its text is not binarised"
-        else:
-            continue
-        sentence = f"data folder {folder} {problem}: give the --destdir of fairseq-preprocess"
-        logger.error(sentence)
-        raise ValueError(sentence)
+    folder = utils.split_paths(args.data)[0]  # further shards hold text only, and may come later
+    if PathManager.path_requires_pathmanager(folder):
+        return
+    if not os.path.isdir(folder):
+        problem = "does not exist"
+    elif not any(name.startswith("dict.") for name in os.listdir(folder)):
+        problem = "holds no dictionary dict.<language>.txt, so its text is not binarised"
+    elif not languages_given and data_utils.infer_language_pair(folder) == (None, None):
+        problem = "holds no file <split>.<source>-<target>.<language>.idx, so its text is not binarised"
+    else:
+        return
+    sentence = f"data folder {folder} {problem}: give the --destdir of fairseq-preprocess"
+    logger.error(sentence)
+    raise ValueError(sentence)
 
 
 def setup_task_checked(setup_task):
@@ -225,4 +269,6 @@ def apply() -> None:
     replace(distributed_utils, "_broadcast_object_slow", broadcast_with_torch)
     replace(data_utils, "batch_by_size", keep_the_last_batch)
     replace(EMA, "restore", restore_with_versions)
+    replace(EMA, "_step_internal", decay_each_tensor_once)
+    replace(EMA, "build_fp32_params", keep_fp32_once)
     replace(TranslationTask, "setup_task", setup_task_checked)

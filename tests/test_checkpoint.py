@@ -11,6 +11,7 @@ from conftest import FOUR_FROM_TWO, TINY, TINY_ARCHS, build
 from fairseq import utils
 from fairseq.dataclass.configs import EMAConfig
 from fairseq.models.ema.ema import EMA
+from torch.nn.utils import prune
 
 from fairseq_sharing.checkpoint import RECORD, decode_sharing, encode_sharing
 from fairseq_sharing.sharing import Sharing
@@ -167,6 +168,52 @@ def test_moving_average_of_shared_layers():
     ema.step(model)
     average = ema.get_model().encoder.layers[3].fc1.weight
     assert torch.allclose(average, start + 0.5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_moving_average_decays_tied_embeddings_once(fp32, half):
+    model = build(*REV, "--share-all-embeddings")
+    model = model.half() if half else model
+    ema = EMA(model, EMAConfig(store_ema=True, ema_decay=0.5, ema_fp32=fp32))
+    start = model.encoder.embed_tokens.weight.detach().clone()
+    for _ in range(2):
+        with torch.no_grad():
+            model.encoder.embed_tokens.weight.copy_(start + 1)
+        ema.step(model)
+    moved = ema.get_model().decoder.output_projection.weight - start
+    assert torch.allclose(moved, torch.full_like(moved, 0.75), atol=1e-2 if half else 1e-6)
+    if fp32:
+        names = [name for name in ema.fp32_params if "embed_tokens" in name or "output_projection" in name]
+        assert names == ["encoder.embed_tokens.weight"]
+
+
+def test_moving_average_refuses_another_sharing():
+    arch, *common = REV
+    ema = EMA(build(*REV), EMAConfig(store_ema=True))
+    with pytest.raises(ValueError, match="saved shared as 0 1 0 1; this model shares them as 0 1 1 0"):
+        ema.restore(build(arch, *common, "--encoder-sharing", "cycle").state_dict())
+
+
+def test_loading_by_assignment_keeps_ties():
+    model, other = build(*REV), build(*REV, seed=2)
+    before = ties(other)
+    torch.nn.Module.load_state_dict(other, model.state_dict(), assign=True)
+    assert ties(other) == before
+    assert torch.equal(other.encoder.layers[3].fc1.weight, model.encoder.layers[0].fc1.weight)
+
+
+def test_broken_ties_are_not_saved_as_ties():
+    model = build(*REV)
+    model.encoder.layers[3].fc1 = torch.nn.Linear(16, 32)
+    with pytest.raises(
+        ValueError, match="encoder.layers.3.fc1.weight no longer is the same tensor as encoder.layers.0.fc1"
+    ):
+        model.state_dict()
+    model = build(*REV)
+    prune.l1_unstructured(model.encoder.layers[0].fc1, "weight", 0.5)
+    with pytest.raises(ValueError, match="no longer is the same tensor"):
+        model.state_dict()
 
 
 def test_records_of_every_part():

@@ -3,11 +3,12 @@
 import json
 import re
 import socket
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import PLUGIN, binarise, run, short_pairs, train_command, write_text
+from conftest import PLUGIN, REPOSITORY, binarise, run, short_pairs, train_command, write_text
 
 FOUR_FROM_TWO = [
     *("--encoder-layers", 4, "--decoder-layers", 4),
@@ -100,6 +101,44 @@ def test_two_processes_train_and_resume_as_one(data, tmp_path):
     assert two.keys() == one.keys()
     for key, value in one.items():
         assert torch.allclose(two[key].double(), value.double(), atol=1e-5), key
+
+
+def test_hydra_trains_from_yaml(data, tmp_path):
+    """A preset of the architecture holds, and lists in YAML are as good as text."""
+    (tmp_path / "mt.yaml").write_text(
+        textwrap.dedent(
+            f"""\
+            # @package _group_
+            common: {{user_dir: "${{hydra:runtime.cwd}}/fairseq_sharing", cpu: true, no_progress_bar: true}}
+            checkpoint: {{save_dir: {tmp_path}/save}}
+            task: {{_name: translation, data: {data}}}
+            dataset: {{max_tokens: 1200, num_workers: 0}}
+            criterion: {{_name: label_smoothed_cross_entropy}}
+            optimizer: {{_name: adam}}
+            lr_scheduler: {{_name: fixed}}
+            optimization: {{max_update: 3, lr: [0.002]}}
+            model:
+              _name: transformer_shared_sequence
+              encoder_embed_dim: 32
+              encoder_ffn_embed_dim: 64
+              encoder_attention_heads: 4
+              decoder_attention_heads: 4
+              share_all_embeddings: true
+              decoder_layers: 3
+              decoder_assignment: [0, 1, 0]
+              sharing_parts: [attention, ffn]
+            """
+        )
+    )
+    output = run(
+        ["fairseq-hydra-train", "--config-dir", tmp_path, "--config-name", "mt", f"hydra.run.dir={tmp_path}/hydra"],
+        cwd=REPOSITORY,
+    )
+    assert "encoder: 12 layers from 6 parameter sets (sequence): 0 0 1 1 2 2 3 3 4 4 5 5 (attention,ffn only)" in output
+    assert "decoder: 3 layers from 2 parameter sets (assignment): 0 1 0 (attention,ffn only)" in output
+    assert len(hypotheses(generate(data, tmp_path / "save" / "checkpoint_best.pt"))) == 30
+    shown = run(["fairseq-sharing", "show", "--path", tmp_path / "save" / "checkpoint_best.pt"])
+    assert "decoder: 3 layers from 2 parameter sets, sharing only attention, ffn" in shown
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,17 @@ def test_nothing_shared_warns(caplog):
     assert "decoder" not in caplog.text
 
 
+def test_what_shares_nothing_is_called_none():
+    for flags in (["--encoder-unique-layers", "12"], ["--encoder-assignment", "0,1,2,3,4,5,6,7,8,9,10,11"]):
+        args = parse(CYCLE, *flags)
+        assert (args.encoder_sharing, args.encoder_unique_layers, args.encoder_assignment) == ("none", None, None)
+
+
+def test_an_adaptive_softmax_may_have_another_width():
+    parse(CYCLE, "--decoder-output-dim", "64", "--share-decoder-input-output-embed", "--adaptive-softmax-cutoff", "10")
+    parse(CYCLE, "--decoder-output-dim", "512", "--share-decoder-input-output-embed")
+
+
 def test_parts_come_out_in_their_order():
     assert parse(CYCLE, "--sharing-parts", "norm, attention").sharing_parts == "attention,norm"
     assert parse(CYCLE).sharing_parts == "attention,ffn,norm"
@@ -89,10 +100,12 @@ def test_resolving_twice_changes_nothing():
 
 
 def test_configurations_from_yaml():
-    config = OmegaConf.create({"encoder_layers": 3, "encoder_assignment": [0, 1, 0]})
+    config = OmegaConf.create(
+        {"encoder_layers": 3, "encoder_assignment": [0, 1, 0], "sharing_parts": ["attention", "ffn"]}
+    )
     args = as_namespace(config)
     resolve_sharing(args, "encoder", "cycle", 2)
-    assert picture_of(args) == "0 1 0" and args.encoder_assignment == "0,1,0"
+    assert str(get_sharing(args, "encoder")) == "0 1 0 (attention,ffn only)" and args.encoder_assignment == "0,1,0"
 
 
 @pytest.mark.parametrize(
@@ -128,6 +141,8 @@ def test_configurations_from_yaml():
         (["--sharing-parts", ""], "--sharing-parts : '' is none of"),
         (["--encoder-layers-to-keep", "0,1"], "--encoder-layers-to-keep 0,1 cannot prune"),
         (["--decoder-layers-to-keep", "0,1"], "--decoder-layers-to-keep 0,1 cannot prune"),
+        (["--quant-noise-scalar", "0.5"], "--quant-noise-scalar 0.5 would quantise only the first layer of each"),
+        (["--quantization-config-path", "q.yaml"], "--quantization-config-path q.yaml would quantise"),
         (["--base-layers", "1"], "--base-layers 1 cannot be combined with --encoder-sharing cycle"),
         (["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded .* use --ddp-backend legacy_ddp"),
         (
@@ -142,6 +157,7 @@ def test_configurations_from_yaml():
             ["--encoder-attention-heads", "7"],
             "--encoder-embed-dim 512 must be a multiple of --encoder-attention-heads 7",
         ),
+        (["--encoder-embed-dim", "0"], "--encoder-embed-dim 0 must be a multiple of --encoder-attention-heads 8"),
     ],
 )
 def test_contradictions_are_refused_and_logged(flags, sentence, caplog):

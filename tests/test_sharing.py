@@ -86,7 +86,7 @@ def test_shared_names_lists_every_borrowed_tensor():
 
 def test_a_stack_without_layers_is_refused():
     with pytest.raises(ValueError, match="no layers to share"):
-        share_layers(nn.ModuleList(), [])
+        share_layers(nn.ModuleList(), [0, 0])
 
 
 def test_an_assignment_of_another_length_is_refused():

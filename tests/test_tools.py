@@ -99,8 +99,18 @@ def test_show_refuses(tmp_path, capsys):
     truncated.write_bytes((tmp_path / "whole.pt").read_bytes()[:5000])
     assert "no file" in fails(capsys, "show", "--path", tmp_path / "missing.pt")
     assert "is no checkpoint" in fails(capsys, "show", "--path", text)
-    assert "holds no 'model'" in fails(capsys, "show", "--path", other)
+    assert "holds no 'model' with tensors" in fails(capsys, "show", "--path", other)
     assert "truncated" in fails(capsys, "show", "--path", truncated)
+    truncated.write_bytes(b"")
+    assert "truncated" in fails(capsys, "show", "--path", truncated)
+    for model in ([1], {"a": 3}, {}):
+        torch.save({"model": model}, other)
+        assert "no 'model' with tensors" in fails(capsys, "show", "--path", other)
+        assert "no 'model' with tensors" in fails(capsys, "average", "--inputs", other, "--output", tmp_path / "x")
+    torch.save({"model": {"w": torch.ones(1)}, "cfg": {"model": {"_name": "lstm"}}}, other)
+    assert "architecture lstm: only Transformers" in fails(capsys, "show", "--path", other)
+    sentence = fails(capsys, "show", "--arch", "transformer_shared_cycle", "data-bin", "--lr", "1")
+    assert "leave out the data folder data-bin" in sentence
     assert "--path takes no further flags" in fails(capsys, "show", "--path", whole, "--encoder-layers", "3")
     assert "--arch spiral is not known" in fails(capsys, "show", "--arch", "spiral")
     assert "--vocab-size 3 must be at least 5" in fails(capsys, "show", "--arch", "transformer", "--vocab-size", "3")
@@ -137,6 +147,20 @@ def test_the_readmes_table_of_language_models_is_true():
         assert (unique, unshared) == tuple(f"{sum(row[column] for row in counts):,}" for column in (1, 2))
 
 
+def test_show_leaves_the_log_alone(capsys, caplog):
+    fails(capsys, "show", "--arch", "transformer_shared_cycle", "--encoder-unique-layers", "40")
+    assert not caplog.messages
+    with pytest.raises(ValueError):
+        parse("transformer_shared_cycle", "--encoder-unique-layers", "40")
+    assert len(caplog.messages) == 1
+
+
+def test_show_notices_a_record_that_contradicts_the_configuration(tmp_path, capsys):
+    path = save(build(*REV), tmp_path / "a.pt", ("transformer_shared_cycle", *REV[1:]))
+    sentence = fails(capsys, "show", "--path", path)
+    assert "were saved shared as 0 1 1 0, its configuration says 0 1 0 1" in sentence
+
+
 # --- average ---
 
 
@@ -147,7 +171,6 @@ def folder(tmp_path):
         model = build(*REV, "--share-all-embeddings", seed=number)
         save(model, tmp_path / f"checkpoint{number}.pt", last_optimizer_state={"big": torch.ones(1000)})
         save(model, tmp_path / f"checkpoint_1_{number * 100}.pt")
-        save(model, tmp_path / f"checkpoint.best_bleu_{number}.500.pt")
     return tmp_path
 
 
@@ -167,7 +190,6 @@ def reference(folder, numbers):
         (["--num-epoch-checkpoints", "2", "--checkpoint-upper-bound", "3"], (3, 2)),
         (["--num-update-checkpoints", "2"], (4, 3)),
         (["--num-update-checkpoints", "2", "--checkpoint-upper-bound", "399"], (3, 2)),
-        (["--num-best-checkpoints", "2"], (4, 3)),
     ],
 )
 def test_average_is_exact(folder, capsys, flags, numbers):
@@ -192,6 +214,28 @@ def test_average_of_files_by_name(folder):
     assert main(["average", "--inputs", *files, "--output", str(folder / "averaged.pt")]) == 0
     state = torch.load(folder / "averaged.pt", weights_only=True)
     assert all(torch.equal(state["model"][key], value) for key, value in reference(folder, (1, 4)).items())
+
+
+def test_average_of_models_that_number_their_sets_differently(tmp_path):
+    arch = REV[0]
+    swapped = (arch, *TINY, "--encoder-layers", "4", "--decoder-layers", "4", "--decoder-unique-layers", "2")
+    swapped = (*swapped, "--encoder-assignment", "1,0,0,1")
+    paths = [save(build(*REV), tmp_path / "a.pt"), save(build(*swapped, seed=2), tmp_path / "b.pt", swapped)]
+    assert main(["average", "--inputs", *paths, "--output", str(tmp_path / "averaged.pt")]) == 0
+    build(*REV).load_state_dict(torch.load(tmp_path / "averaged.pt", weights_only=True)["model"])
+
+
+def test_average_ties_only_what_is_equal(tmp_path):
+    """Embeddings that are one tensor in the first file and two in the second stay two."""
+    tied = build(*REV, "--share-all-embeddings")
+    first = save(tied, tmp_path / "a.pt")
+    state = {key: value.clone() for key, value in tied.state_dict().items()}
+    state["decoder.embed_tokens.weight"] += 1
+    torch.save({"model": state}, tmp_path / "b.pt")
+    assert main(["average", "--inputs", first, str(tmp_path / "b.pt"), "--output", str(tmp_path / "c.pt")]) == 0
+    averaged = torch.load(tmp_path / "c.pt", weights_only=True)["model"]
+    difference = averaged["decoder.embed_tokens.weight"] - averaged["encoder.embed_tokens.weight"]
+    assert torch.allclose(difference, torch.full_like(difference, 0.5), atol=1e-6)
 
 
 def test_average_converts_half_precision_once(tmp_path):

@@ -1,6 +1,7 @@
-"""Each change to fairseq, with the fault it mends; every one fails on stock fairseq."""
+"""Each change to fairseq, with the fault it mends."""
 
 import argparse
+import os
 import pickle
 
 import numpy as np
@@ -51,6 +52,7 @@ def test_applying_twice_changes_nothing():
 def test_move_to_cpu_keeps_aliases_apart_from_equals():
     one, equal = torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=torch.float16)
     view = one[:2]
+    assert utils.move_to_cpu(torch.eye(3).to_sparse()).is_sparse
     moved = utils.move_to_cpu({"a": one, "b": one, "c": equal, "d": [view], "n": 3, "empty": torch.empty(0)})
     assert moved["a"] is moved["b"] and moved["a"] is not moved["c"]
     assert moved["a"].dtype == torch.float32 and moved["d"][0].shape == (2,) and moved["n"] == 3
@@ -71,6 +73,17 @@ def test_a_failed_copy_leaves_the_old_checkpoint(tmp_path, monkeypatch, caplog):
         PathManager.copy(str(source), str(target), overwrite=True)
     assert target.read_bytes() == b"old" and [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
     assert "No space left on device" in caplog.text and "checkpoint_last.pt" in caplog.text
+
+
+def test_a_copy_appears_whole_and_through_links(tmp_path, monkeypatch):
+    source, target, link = tmp_path / "new.pt", tmp_path / "old.pt", tmp_path / "checkpoint_last.pt"
+    source.write_bytes(b"new")
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    replaced = []
+    monkeypatch.setattr(upstream.os, "replace", lambda a, b, real=os.replace: (replaced.append(b), real(a, b)))
+    assert PathManager.copy(str(source), str(link), overwrite=True)
+    assert link.is_symlink() and target.read_bytes() == b"new" and replaced == [str(target)]
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch, caplog):
@@ -111,6 +124,7 @@ def test_no_sentence_is_dropped_from_the_last_batch(sentences, max_tokens):
         (["dict.en.txt"], (None, None), "holds no file <split>"),
         (["dict.en.txt", "train.en-de.en.idx"], (None, None), None),
         (["dict.en.txt", "dict.de.txt"], ("en", "de"), None),  # enough for fairseq-interactive
+        (["dict.en.txt", "train.en-de.en.idx", ":"], (None, None), None),  # a second shard that is not there yet
     ],
 )
 def test_data_folders(tmp_path, files, languages, sentence):
@@ -118,8 +132,10 @@ def test_data_folders(tmp_path, files, languages, sentence):
     if files is not None:
         folder.mkdir()
         for name in files:
-            (folder / name).touch()
-    args = argparse.Namespace(data=str(folder), source_lang=languages[0], target_lang=languages[1])
+            if name != ":":
+                (folder / name).touch()
+    data = f"{folder}:{tmp_path}/later" if files and ":" in files else str(folder)
+    args = argparse.Namespace(data=data, source_lang=languages[0], target_lang=languages[1])
     if sentence is None:
         upstream.check_data_folder(args)
     else:

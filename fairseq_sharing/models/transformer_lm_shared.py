@@ -44,7 +44,7 @@ def check(args) -> None:
         ValueError: with the flags and their values.
     """
     width, heads = args.decoder_embed_dim, args.decoder_attention_heads
-    if heads < 1 or width % heads:
+    if heads < 1 or width < 1 or width % heads:
         refuse(f"--decoder-embed-dim {width} must be a multiple of --decoder-attention-heads {heads}")
     if args.share_decoder_input_output_embed and args.decoder_input_dim != args.decoder_output_dim:
         refuse(

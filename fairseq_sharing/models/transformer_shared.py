@@ -49,10 +49,11 @@ def check_widths(args) -> None:
     """Refuse widths that do not fit together here: fairseq would only notice after it has made --save-dir."""
     for stack in ("encoder", "decoder"):
         width, heads = getattr(args, f"{stack}_embed_dim"), getattr(args, f"{stack}_attention_heads")
-        if heads < 1 or width % heads:
+        if heads < 1 or width < 1 or width % heads:
             refuse(f"--{stack}-embed-dim {width} must be a multiple of --{stack}-attention-heads {heads}")
     tied = args.share_all_embeddings or args.share_decoder_input_output_embed
-    if tied and args.adaptive_softmax_cutoff is None and args.decoder_output_dim != args.decoder_embed_dim:
+    output_dim = int(args.decoder_output_dim)  # text, when it came from the command line
+    if tied and args.adaptive_softmax_cutoff is None and output_dim != args.decoder_embed_dim:
         refuse(
             f"an output tied to the decoder's embedding needs one width, but --decoder-output-dim is "
             f"{args.decoder_output_dim} and --decoder-embed-dim is {args.decoder_embed_dim}"

@@ -33,12 +33,6 @@ def add_arguments(parser) -> None:
         metavar="K",
         help="take the last K files checkpoint_<epoch>_<update>.pt of the folder",
     )
-    number.add_argument(
-        "--num-best-checkpoints",
-        type=int,
-        metavar="K",
-        help="take the last K files checkpoint.best_<metric>_<value>.pt of the folder",
-    )
     parser.add_argument(
         "--checkpoint-upper-bound",
         type=int,
@@ -51,7 +45,6 @@ def add_arguments(parser) -> None:
 PATTERNS = {
     "num_epoch_checkpoints": r"checkpoint(\d+)\.pt",
     "num_update_checkpoints": r"checkpoint_\d+_(\d+)\.pt",
-    "num_best_checkpoints": r"checkpoint\.best_.+?_(-?\d+\.?\d*)\.pt",
 }
 
 
@@ -77,8 +70,6 @@ def select_checkpoints(args) -> list[str]:
         raise ValueError(f"{flag} {number} must be at least 1")
     if len(args.inputs) != 1 or not Path(args.inputs[0]).is_dir():
         raise ValueError(f"{flag} needs --inputs to be one folder, not {' '.join(args.inputs)}")
-    if name == "num_best_checkpoints" and args.checkpoint_upper_bound is not None:
-        raise ValueError("--checkpoint-upper-bound needs --num-epoch-checkpoints or --num-update-checkpoints")
     matches = [(re.fullmatch(PATTERNS[name], path.name), path) for path in Path(args.inputs[0]).iterdir()]
     numbered = [(float(match[1]), str(path)) for match, path in matches if match]
     if args.checkpoint_upper_bound is not None:
@@ -113,10 +104,12 @@ def check_same_sharing(first: dict, other: dict, first_path: str, other_path: st
 def average_models(paths: list[str]) -> dict:
     """Return the averaged ``model`` dictionary; tensors that were one in the first file are one again.
 
-    Half precision comes out as fp32; integers (versions, records of sharing) are averaged as integers.
+    Half precision comes out as fp32. Integers are averaged as integers; a record of sharing is the first file's, whose
+    numbering of the sets may differ from the others'.
     """
     import torch
 
+    from ..checkpoint import RECORD
     from .files import load_checkpoint
 
     first, total = None, {}
@@ -127,10 +120,15 @@ def average_models(paths: list[str]) -> dict:
         else:
             check_same_sharing(first, model, paths[0], path)
         for key, value in model.items():
+            if key.endswith("." + RECORD):
+                continue
             value = value.double() if value.is_floating_point() else value.long()
             total[key] = total[key] + value if key in total else value.clone()
     averaged, seen = {}, {}
     for key, value in first.items():
+        if key not in total:
+            averaged[key] = value
+            continue
         if value.is_floating_point():
             mean = (total.pop(key) / len(paths)).to(torch.promote_types(value.dtype, torch.float32))
         else:

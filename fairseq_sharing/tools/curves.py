@@ -125,7 +125,7 @@ def check_values(subset: str, values: dict) -> tuple[str | None, dict | None]:
     """Pass only a whole line with finite numbers: the last line of a stopped run may be cut off."""
     try:
         numbers = [float(values["num_updates"]), float(values.get("nll_loss", values["loss"]))]
-    except (KeyError, ValueError):
+    except (KeyError, TypeError, ValueError):
         return None, None
     return (subset, values) if all(map(math.isfinite, numbers)) else (None, None)
 
@@ -133,6 +133,8 @@ def check_values(subset: str, values: dict) -> tuple[str | None, dict | None]:
 def name_runs(paths: list[Path]) -> list[str]:
     """Name each log by the parts of its path that tell the logs apart: the file, or the folder when files are alike."""
     parts = [path.absolute().with_suffix("").parts for path in paths]
+    if len(set(parts)) < len(parts):  # such as train.log.1 and train.log.2
+        parts = [path.absolute().parts for path in paths]
     while min(map(len, parts)) > 1 and len(parts) > 1 and len({part[-1] for part in parts}) == 1:
         parts = [part[:-1] for part in parts]
     for depth in range(1, max(map(len, parts)) + 1):

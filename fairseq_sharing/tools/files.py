@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ..upstream import first_line
+
 
 def load_checkpoint(path: str) -> dict:
     """Return a fairseq checkpoint as saved, on the CPU, under torch's ``weights_only=True``.
@@ -20,12 +22,13 @@ def load_checkpoint(path: str) -> dict:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0].split(" In PyTorch")[0]
+        reason = first_line(error).split(" In PyTorch")[0]
         raise ValueError(f"{path} is no checkpoint that can be loaded safely: {reason}") from None
     except (RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is no checkpoint, or a truncated one: {str(error).splitlines()[0]}") from None
-    if not isinstance(state, dict) or "model" not in state:
-        raise ValueError(f"{path} is no fairseq checkpoint: it holds no 'model'")
+        raise ValueError(f"{path} is no checkpoint, or a truncated one: {first_line(error)}") from None
+    model = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(model, dict) or not model or not all(isinstance(value, torch.Tensor) for value in model.values()):
+        raise ValueError(f"{path} is no fairseq checkpoint: it holds no 'model' with tensors")
     return state
 
 
@@ -54,7 +57,7 @@ def write_atomically(path: str, write: Callable[[str], None]) -> None:
         write(temporary)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full
-        raise ValueError(f"cannot write {path}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"cannot write {path}: {first_line(error)}") from error
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)

@@ -49,18 +49,30 @@ def parse_architecture(arch: str, flags: list[str]):
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.models import ARCH_MODEL_REGISTRY
-    from fairseq.models.transformer import TransformerModel
     from fairseq.models.transformer_lm import TransformerLanguageModel
 
     if arch not in ARCH_MODEL_REGISTRY:
         known = ", ".join(sorted(name for name in ARCH_MODEL_REGISTRY if "_shared_" in name))
         raise ValueError(f"--arch {arch} is not known to fairseq or to this plugin, which adds {known}")
-    if not issubclass(ARCH_MODEL_REGISTRY[arch], (TransformerModel, TransformerLanguageModel)):
+    if not can_show(arch):
         raise ValueError(f"--arch {arch}: {CANNOT_SHOW}")
+    if flags and not flags[0].startswith("-"):
+        raise ValueError(
+            f"leave out the data folder {flags[0]}: of fairseq-train's arguments only the flags are wanted"
+        )
     lm = issubclass(ARCH_MODEL_REGISTRY[arch], TransformerLanguageModel)
     task = ["--task", "language_modeling"] if lm else []
     args = options.parse_args_and_arch(options.get_training_parser(), ["", *task, "--arch", arch, *flags])
     return convert_namespace_to_omegaconf(args).model
+
+
+def can_show(arch: str) -> bool:
+    """Whether the architecture is a Transformer for translation or language modelling, ours or fairseq's."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.models.transformer import TransformerModel
+    from fairseq.models.transformer_lm import TransformerLanguageModel
+
+    return issubclass(ARCH_MODEL_REGISTRY.get(arch, type), (TransformerModel, TransformerLanguageModel))
 
 
 def build_without_memory(config, source_size: int, target_size: int):
@@ -129,13 +141,18 @@ def format_report(title: str, model, source_size: int, target_size: int) -> str:
 
 
 def read_checkpoint(path: str):
-    """Return the model's configuration and the dictionary sizes that a checkpoint was trained with.
+    """Build the model of a checkpoint without memory.
+
+    Returns:
+        The model, the architecture's name and the sizes of both dictionaries.
 
     Raises:
-        ValueError: the checkpoint is not one of a Transformer for translation or language modelling.
+        ValueError: the checkpoint is not one of a Transformer for translation or language modelling, or its record of
+            sharing is not what its configuration says.
     """
     from omegaconf import OmegaConf
 
+    from ..checkpoint import RECORD, decode_sharing
     from .files import load_checkpoint
 
     state = load_checkpoint(path)
@@ -147,23 +164,43 @@ def read_checkpoint(path: str):
         match = re.fullmatch(r"(encoder|decoder)\.embed_tokens(\.embeddings\.\d+\.0)?\.weight", key)
         if match:  # an adaptive input has one embedding for each band of words
             rows[match[1]] += len(value)
-    if config is None or not rows["decoder"]:
-        raise ValueError(f"{path}: {CANNOT_SHOW}")
-    return config, rows["encoder"] or rows["decoder"], rows["decoder"]
+    arch = getattr(config, "_name", None) or getattr(config, "arch", None)
+    if not can_show(arch) or not rows["decoder"]:
+        raise ValueError(f"{path} is of architecture {arch}: {CANNOT_SHOW}")
+    sizes = rows["encoder"] or rows["decoder"], rows["decoder"]
+    model = build_without_memory(config, *sizes)
+    for stack, layers in stacks_of(model).items():
+        record = state["model"].get(f"{stack}.layers.{RECORD}")
+        if record is not None and not decode_sharing(record).same_as(layers.sharing):
+            raise ValueError(
+                f"{path} contradicts itself: {stack}.layers were saved shared as {decode_sharing(record)}, "
+                f"its configuration says {layers.sharing}"
+            )
+    return model, arch, sizes
 
 
 def run(args) -> None:
     """Print the report."""
-    logging.getLogger("fairseq_sharing").setLevel(logging.CRITICAL)  # the sentence comes once, from `main`
+    logger = logging.getLogger("fairseq_sharing")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # an error's sentence comes once, from `main`
+    try:
+        print(report(args))
+    finally:
+        logger.setLevel(level)
+
+
+def report(args) -> str:
+    """Return the report that the flags ask for."""
     if args.path is not None:
         if args.extra or args.vocab_size is not None:
             raise ValueError(f"--path takes no further flags: {' '.join(args.extra) or '--vocab-size'}")
-        config, *sizes = read_checkpoint(args.path)
-        title = f"{config._name}, from {args.path}"
+        model, arch, sizes = read_checkpoint(args.path)
+        title = f"{arch}, from {args.path}"
     else:
         if args.vocab_size is not None and args.vocab_size < 5:
             raise ValueError(f"--vocab-size {args.vocab_size} must be at least 5: four symbols are fairseq's own")
-        config = parse_architecture(args.arch, args.extra)
         sizes = [args.vocab_size or 32768] * 2
+        model = build_without_memory(parse_architecture(args.arch, args.extra), *sizes)
         title = args.arch
-    print(format_report(title, build_without_memory(config, *sizes), *sizes))
+    return format_report(title, model, *sizes)
