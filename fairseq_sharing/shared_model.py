@@ -56,7 +56,6 @@ class SharedLayers:
 def format_stack(stack: str, strategy: str, layers) -> str:
     """Return the line that shows a stack: N, M, strategy, picture and the parameters saved."""
     sharing = layers.sharing
-    return (
-        f"{stack}: {len(sharing.assignment)} layers from {len(set(sharing.assignment))} parameter sets ({strategy}): "
-        f"{sharing}; {count_saved(layers):,} parameters saved"
-    )
+    if not sharing.shares:
+        return f"{stack}: {sharing.depth}, each with its own parameters"
+    return f"{stack}: {sharing.depth} ({strategy}): {sharing}; {count_saved(layers):,} parameters saved"

@@ -48,6 +48,13 @@ class Sharing:
         """Whether any layer borrows."""
         return len(set(self.assignment)) < len(self.assignment)
 
+    @property
+    def depth(self) -> str:
+        """N and, where layers share, M in words."""
+        n, m = len(self.assignment), len(set(self.assignment))
+        sets = f" from {m} parameter set{'s' if m > 1 else ''}" if self.shares else ""
+        return f"{n} layer{'s' if n > 1 else ''}{sets}"
+
     def same_as(self, other: "Sharing") -> bool:
         """Whether both tie the same parameters, however their sets are numbered."""
         if not self.shares and not other.shares:

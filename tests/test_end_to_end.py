@@ -44,7 +44,8 @@ def test_train_resume_average_generate_score(data, tmp_path, preset):
     unique = 1 if preset == "universal" else 2
     for stack in ("encoder", "decoder"):
         strategy = "cycle" if preset == "universal" else preset
-        line = f"{stack}: 4 layers from {unique} parameter sets ({strategy}): {PICTURES[preset]};"
+        sets = "1 parameter set" if unique == 1 else "2 parameter sets"
+        line = f"{stack}: 4 layers from {sets} ({strategy}): {PICTURES[preset]};"
         assert first.count(line) == 1
     assert list((tmp_path / "tensorboard" / "valid").iterdir())
 

@@ -258,6 +258,16 @@ def test_torchscript():
 # --- the line at start-up ---
 
 
+def test_training_says_when_nothing_is_shared(caplog):
+    model = build(REV, *TINY, "--encoder-layers", "1", "--encoder-sharing", "none", "--decoder-sharing", "none")
+    with caplog.at_level("INFO", logger="fairseq_sharing.shared_model"):
+        model.train()
+    assert caplog.messages == [
+        "encoder: 1 layer, each with its own parameters",
+        "decoder: 12 layers, each with its own parameters",
+    ]
+
+
 def test_training_logs_each_stack_once(caplog):
     model = build(REV, *TINY, *FOUR_FROM_TWO)
     with caplog.at_level("INFO", logger="fairseq_sharing.shared_model"):

@@ -116,14 +116,17 @@ def format_report(title: str, model, source_size: int, target_size: int) -> str:
     """Return the picture of each stack and the table of counts."""
     from tabulate import tabulate
 
+    from ..sharing import Sharing
+
     lines = [title, ""]
     for stack, layers in stacks_of(model).items():
-        sharing, num_layers = getattr(layers, "sharing", None), len(layers)
-        if sharing is None or not sharing.shares:
-            lines.append(f"{stack}: {num_layers} layers, each with its own parameters")
+        num_layers = len(layers)
+        sharing = getattr(layers, "sharing", Sharing(tuple(range(num_layers))))
+        if not sharing.shares:
+            lines.append(f"{stack}: {sharing.depth}, each with its own parameters")
             continue
         parts = "" if sharing.parts == ("attention", "ffn", "norm") else f", sharing only {', '.join(sharing.parts)}"
-        lines.append(f"{stack}: {num_layers} layers from {len(set(sharing.assignment))} parameter sets{parts}")
+        lines.append(f"{stack}: {sharing.depth}{parts}")
         width = len(str(num_layers - 1))
         lines.append("  layer " + " ".join(f"{index:>{width}}" for index in range(num_layers)))
         lines.append("  set   " + " ".join(f"{number:>{width}}" for number in sharing.assignment))
