@@ -6,6 +6,7 @@ whenever a model is rebuilt from its checkpoint: it leaves its result in the arg
 """
 
 import logging
+import os
 from argparse import Namespace
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Optional
@@ -198,6 +199,14 @@ def check_neighbours(args, stack: str) -> None:
         refuse(
             f"--base-layers {args.base_layers} cannot be combined with --{stack}-sharing "
             f"{getattr(args, f'{stack}_sharing')}: BASE layers are no part of the assignment"
+        )
+    processes = max(getattr(args, "distributed_world_size", 1), int(os.environ.get("WORLD_SIZE", 1)))  # or torchrun's
+    checkpointed = getattr(args, "checkpoint_activations", False) or getattr(args, "offload_activations", False)
+    if checkpointed and processes > 1 and getattr(args, "ddp_backend", None) in ("pytorch_ddp", "c10d"):
+        refuse(
+            f"--ddp-backend {args.ddp_backend} stops with 'marked ready twice' when {processes} processes train "
+            f"layers that share parameters ({stack}: {get_sharing(args, stack)}) with --checkpoint-activations: "
+            "use --ddp-backend legacy_ddp"
         )
     if getattr(args, "ddp_backend", None) == "fully_sharded":
         refuse(

@@ -144,6 +144,10 @@ def test_configurations_from_yaml():
         (["--quant-noise-scalar", "0.5"], "--quant-noise-scalar 0.5 would quantise only the first layer of each"),
         (["--quantization-config-path", "q.yaml"], "--quantization-config-path q.yaml would quantise"),
         (["--base-layers", "1"], "--base-layers 1 cannot be combined with --encoder-sharing cycle"),
+        (
+            ["--checkpoint-activations", "--distributed-world-size", "2"],
+            "--ddp-backend pytorch_ddp stops .* 2 processes .* use --ddp-backend legacy_ddp",
+        ),
         (["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded .* use --ddp-backend legacy_ddp"),
         (
             ["--share-all-embeddings", "--encoder-embed-dim", "64", "--decoder-embed-dim", "32"],
@@ -164,6 +168,14 @@ def test_contradictions_are_refused_and_logged(flags, sentence, caplog):
     with pytest.raises(ValueError, match=sentence) as caught:
         parse(CYCLE, *flags)
     assert str(caught.value) in caplog.messages
+
+
+def test_activation_checkpointing_is_fine_with_one_process_or_legacy_ddp(monkeypatch):
+    parse(CYCLE, "--checkpoint-activations")
+    parse(CYCLE, "--checkpoint-activations", "--distributed-world-size", "2", "--ddp-backend", "legacy_ddp")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="4 processes"):
+        parse(CYCLE, "--checkpoint-activations")
 
 
 def test_refused_only_where_something_is_shared():
