@@ -38,9 +38,7 @@ class SharedLayers:
         model.startup_lines = []
         for stack, path in cls.STACKS.items():
             layers = model.get_submodule(path)
-            sharing = get_sharing(args, stack)
-            share_layers(layers, sharing.assignment, sharing.parts)
-            register_checkpoint_hooks(layers)
+            share_stack(layers, args, stack)
             strategy = getattr(args, f"{stack}_sharing") or "assignment"
             model.startup_lines.append(format_stack(stack, strategy, layers))
         return model
@@ -51,6 +49,18 @@ class SharedLayers:
             for line in self.__dict__.pop("startup_lines", []):
                 logger.info(line)
         return super().train(mode)
+
+
+def share_stack(layers, args, stack: str) -> None:
+    """Tie a stack as its arguments say and make its checkpoints know; a stack that is tied already stays as it is.
+
+    Raises:
+        ValueError: the stack has nothing to tie, or its layers differ.
+    """
+    if not hasattr(layers, "sharing"):
+        sharing = get_sharing(args, stack)
+        share_layers(layers, sharing.assignment, sharing.parts)
+        register_checkpoint_hooks(layers)
 
 
 def format_stack(stack: str, strategy: str, layers) -> str:

@@ -6,6 +6,7 @@ Examples:
     fairseq-sharing show --arch transformer_shared_cycle_rev --share-all-embeddings
     fairseq-sharing show --arch transformer_shared_cycle --encoder-layers 9 --encoder-unique-layers 3 --vocab-size 8000
     fairseq-sharing show --arch transformer_lm_shared_sequence_wiki103 --vocab-size 267744
+    fairseq-sharing show --arch s2t_transformer_shared_sequence_librispeech --vocab-size 10000
     fairseq-sharing show --path checkpoints/checkpoint_best.pt
 """
 
@@ -13,7 +14,7 @@ import logging
 import re
 
 HELP = "show the assignment and parameter counts of an architecture or a checkpoint"
-CANNOT_SHOW = "only Transformers for translation and language modelling can be shown"
+CANNOT_SHOW = "only Transformers for translation, language modelling and speech to text can be shown"
 PASSES_ON = True  # whatever the command does not know is a flag of fairseq-train
 
 
@@ -49,6 +50,7 @@ def parse_architecture(arch: str, flags: list[str]):
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.models.speech_to_text import S2TTransformerModel
     from fairseq.models.transformer_lm import TransformerLanguageModel
 
     if arch not in ARCH_MODEL_REGISTRY:
@@ -60,19 +62,28 @@ def parse_architecture(arch: str, flags: list[str]):
         raise ValueError(
             f"leave out the data folder {flags[0]}: of fairseq-train's arguments only the flags are wanted"
         )
-    lm = issubclass(ARCH_MODEL_REGISTRY[arch], TransformerLanguageModel)
-    task = ["--task", "language_modeling"] if lm else []
+    tasks = {TransformerLanguageModel: "language_modeling", S2TTransformerModel: "speech_to_text"}
+    task = [
+        word
+        for model, name in tasks.items()
+        if issubclass(ARCH_MODEL_REGISTRY[arch], model)
+        for word in ("--task", name)
+    ]
     args = options.parse_args_and_arch(options.get_training_parser(), ["", *task, "--arch", arch, *flags])
+    if "speech_to_text" in task:
+        args.input_feat_per_channel = 80  # as the task sets it from the data, fairseq's default
     return convert_namespace_to_omegaconf(args).model
 
 
 def can_show(arch: str) -> bool:
-    """Whether the architecture is a Transformer for translation or language modelling, ours or fairseq's."""
+    """Whether the architecture is a Transformer of a family that this plugin adds to, ours or fairseq's."""
     from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.models.speech_to_text import S2TTransformerModel
     from fairseq.models.transformer import TransformerModel
     from fairseq.models.transformer_lm import TransformerLanguageModel
 
-    return issubclass(ARCH_MODEL_REGISTRY.get(arch, type), (TransformerModel, TransformerLanguageModel))
+    families = (TransformerModel, TransformerLanguageModel, S2TTransformerModel)
+    return issubclass(ARCH_MODEL_REGISTRY.get(arch, type), families)
 
 
 def build_without_memory(config, source_size: int, target_size: int):
@@ -88,9 +99,18 @@ def build_without_memory(config, source_size: int, target_size: int):
         return build_model(config, SimpleNamespace(source_dictionary=source, target_dictionary=target), True)
 
 
+def paths_of(model) -> dict[str, str]:
+    """Return where the model keeps the layers of each stack: its STACKS, or what they would be for fairseq's models."""
+    paths = getattr(model, "STACKS", None)
+    if paths is None:
+        speech = hasattr(getattr(model, "encoder", None), "transformer_layers")
+        paths = {"encoder": "encoder.transformer_layers" if speech else "encoder.layers", "decoder": "decoder.layers"}
+    return {stack: path for stack, path in paths.items() if hasattr(model, stack)}
+
+
 def stacks_of(model) -> dict:
     """Return the model's stacks of layers by name."""
-    return {name: getattr(model, name).layers for name in ("encoder", "decoder") if hasattr(model, name)}
+    return {stack: model.get_submodule(path) for stack, path in paths_of(model).items()}
 
 
 def count_components(model) -> list[tuple[str, int, int]]:
@@ -108,6 +128,9 @@ def count_components(model) -> list[tuple[str, int, int]]:
     }
     embeddings = sum(in_embeddings.values())
     counts.insert(0, ("embeddings and output", embeddings, embeddings))
+    if hasattr(getattr(model, "encoder", None), "subsample"):
+        convolutions = sum(parameter.numel() for parameter in model.encoder.subsample.parameters())
+        counts.insert(0, ("convolutions", convolutions, convolutions))
     rest = sum(parameter.numel() for parameter in model.parameters()) - sum(unique for _, unique, _ in counts)
     return [*counts, ("other", rest, rest)] if rest else counts
 
@@ -150,8 +173,8 @@ def read_checkpoint(path: str):
         The model, the architecture's name and the sizes of both dictionaries.
 
     Raises:
-        ValueError: the checkpoint is not one of a Transformer for translation or language modelling, or its record of
-            sharing is not what its configuration says.
+        ValueError: the checkpoint is of no family that can be shown, or its record of sharing is not what its
+            configuration says.
     """
     from omegaconf import OmegaConf
 
@@ -172,11 +195,12 @@ def read_checkpoint(path: str):
         raise ValueError(f"{path} is of architecture {arch}: {CANNOT_SHOW}")
     sizes = rows["encoder"] or rows["decoder"], rows["decoder"]
     model = build_without_memory(config, *sizes)
-    for stack, layers in stacks_of(model).items():
-        record = state["model"].get(f"{stack}.layers.{RECORD}")
+    for path_of_stack in paths_of(model).values():
+        layers = model.get_submodule(path_of_stack)
+        record = state["model"].get(f"{path_of_stack}.{RECORD}")
         if record is not None and not decode_sharing(record).same_as(layers.sharing):
             raise ValueError(
-                f"{path} contradicts itself: {stack}.layers were saved shared as {decode_sharing(record)}, "
+                f"{path} contradicts itself: {path_of_stack} were saved shared as {decode_sharing(record)}, "
                 f"its configuration says {layers.sharing}"
             )
     return model, arch, sizes
