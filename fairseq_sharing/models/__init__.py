@@ -1,3 +1,3 @@
 """One file per registered model. fairseq imports this package once: whatever is to be registered is named here."""
 
-from . import transformer_lm_shared, transformer_shared  # noqa: F401
+from . import albert_encoder, transformer_lm_shared, transformer_shared  # noqa: F401
