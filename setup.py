@@ -45,7 +45,7 @@ setup(
     ],
     extras_require={
         "fairseq": ["ve-fairseq==0.12.3"],
-        "dev": [*FAIRSEQ_REQUIREMENTS, "hypothesis", "pytest>=8", "pytest-xdist", "ruff"],
+        "dev": [*FAIRSEQ_REQUIREMENTS, "hypothesis", "pytest>=8", "pytest-xdist", "ruff", "transformers>=4.48"],
     },
     entry_points={"console_scripts": ["fairseq-sharing = fairseq_sharing.tools.main:main"]},
     classifiers=[

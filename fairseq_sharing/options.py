@@ -50,6 +50,33 @@ class SharingPartsConfig(FairseqDataclass):
     )
 
 
+@dataclass
+class FactorizedEmbeddingConfig(FairseqDataclass):
+    """The factorised embedding; its default is the architecture's."""
+
+    factorized_embed_dim: Optional[int] = field(
+        default=None,
+        metadata={
+            "help": "E, the width of the embeddings; a linear layer E -> H takes them to the width of the layers"
+        },
+    )
+
+
+@dataclass
+class LayerNormConfig(FairseqDataclass):
+    """The number that every LayerNorm adds to the variance; its default is the architecture's."""
+
+    layernorm_eps: Optional[float] = field(
+        default=None, metadata={"help": "epsilon of every LayerNorm of the model (ALBERT: 1e-12, RoBERTa: 1e-05)"}
+    )
+
+
+def add_albert_args(parser) -> None:
+    """Add the flags of the factorised embedding and of the LayerNorms to a fairseq parser."""
+    gen_parser_from_dataclass(parser, FactorizedEmbeddingConfig(), delete_default=True)
+    gen_parser_from_dataclass(parser, LayerNormConfig(), delete_default=True)
+
+
 def add_sharing_args(parser, stacks) -> None:
     """Add the flags of each stack (``encoder``, ``decoder``) and the common ones to a fairseq parser."""
     for stack in stacks:

@@ -16,7 +16,7 @@ LAYERS = [
     {"models"},
     {"shared_model"},
     {"options", "checkpoint", "upstream"},
-    {"sharing"},
+    {"sharing", "embedding"},
     {"strategies"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -51,7 +51,12 @@ def test_imports_point_downward(path):
 
 @pytest.mark.parametrize(
     ("module", "forbidden"),
-    [("strategies", ("torch", "fairseq", "numpy")), ("sharing", ("fairseq",)), ("checkpoint", ("fairseq",))],
+    [
+        ("strategies", ("torch", "fairseq", "numpy")),
+        ("sharing", ("fairseq",)),
+        ("checkpoint", ("fairseq",)),
+        ("embedding", ("fairseq",)),
+    ],
 )
 def test_pure_modules_stay_pure(module, forbidden):
     used = {name.split(".")[0] for name, dots in imports_of(PLUGIN / f"{module}.py") if dots == 0}
