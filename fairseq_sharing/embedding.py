@@ -8,6 +8,36 @@ This file knows torch, neither fairseq nor its flags.
 from torch import Tensor, nn
 
 
+class ProjectedEmbedding(nn.Module):
+    """An embedding of width E that reads as one of width H: looks up, then projects without bias.
+
+    For a model that goes on at width H and has no projection of its own, as fairseq's encoder; its decoder has one.
+
+    Attributes:
+        embedding: the table V x E, which may be tied to others.
+        embedding_dim: H, the width of what comes out.
+    """
+
+    def __init__(self, embedding: nn.Embedding, hidden_dim: int):
+        super().__init__()
+        self.embedding = embedding
+        self.embedding_dim = hidden_dim
+        self.padding_idx = embedding.padding_idx
+        self.projection = nn.Linear(embedding.embedding_dim, hidden_dim, bias=False)
+        nn.init.xavier_uniform_(self.projection.weight)  # as the decoder's
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up and project.
+
+        Args:
+            tokens: symbols.  # B x T
+
+        Returns:
+            Their vectors.  # B x T x H
+        """
+        return self.projection(self.embedding(tokens))
+
+
 class FactorizedEmbedding(nn.Embedding):
     """A table of V rows of width E, and the biased linear layer that takes width E to width H.
 

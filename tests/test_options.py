@@ -75,8 +75,9 @@ def test_what_shares_nothing_is_called_none():
         assert (args.encoder_sharing, args.encoder_unique_layers, args.encoder_assignment) == ("none", None, None)
 
 
-def test_an_adaptive_softmax_may_have_another_width():
-    parse(CYCLE, "--decoder-output-dim", "64", "--share-decoder-input-output-embed", "--adaptive-softmax-cutoff", "10")
+def test_an_output_may_have_another_width_unless_tied():
+    parse(CYCLE, "--decoder-output-dim", "64", "--adaptive-softmax-cutoff", "10")
+    parse(CYCLE, "--decoder-output-dim", "64")
     parse(CYCLE, "--decoder-output-dim", "512", "--share-decoder-input-output-embed")
 
 
@@ -156,6 +157,10 @@ def test_configurations_from_yaml():
         (
             ["--share-decoder-input-output-embed", "--decoder-output-dim", "64"],
             "--decoder-output-dim is 64 and --decoder-embed-dim is 512",
+        ),
+        (
+            ["--share-all-embeddings", "--adaptive-softmax-cutoff", "10,20"],
+            "--adaptive-softmax-cutoff 10,20 has an output of its own .* --share-all-embeddings",
         ),
         (
             ["--encoder-attention-heads", "7"],

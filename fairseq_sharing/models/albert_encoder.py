@@ -17,7 +17,7 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import nn
 
 from ..embedding import FactorizedEmbedding
-from ..options import add_albert_args, refuse, resolve_sharing
+from ..options import add_factorized_args, add_layernorm_args, refuse, resolve_sharing
 from ..shared_model import SharedLayers
 
 
@@ -79,7 +79,8 @@ class FactorizedRobertaModel(RobertaModel):
     def add_args(cls, parser):
         """Add RoBERTa's flags and those of the embedding and the LayerNorms."""
         super().add_args(parser)
-        add_albert_args(parser)
+        add_factorized_args(parser)
+        add_layernorm_args(parser)
 
     @classmethod
     def build_model(cls, args, task):

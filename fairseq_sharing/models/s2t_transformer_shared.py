@@ -14,6 +14,7 @@ from typing import ClassVar
 from fairseq.checkpoint_utils import load_pretrained_component_from_model
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.speech_to_text.s2t_transformer import (
+    Embedding,
     S2TTransformerModel,
     base_architecture,
     logger,
@@ -22,7 +23,7 @@ from fairseq.models.speech_to_text.s2t_transformer import (
     s2t_transformer_s,
 )
 
-from ..options import refuse, resolve_sharing
+from ..options import add_factorized_args, refuse, resolve_factorized_embedding, resolve_sharing
 from ..shared_model import SharedLayers, share_stack
 
 
@@ -31,6 +32,20 @@ class SharedS2TTransformerModel(SharedLayers, S2TTransformerModel):
     """fairseq's speech-to-text Transformer with N layers from M parameter sets in each stack."""
 
     STACKS: ClassVar[dict[str, str]] = {"encoder": "encoder.transformer_layers", "decoder": "decoder.layers"}
+
+    @classmethod
+    def add_args(cls, parser):
+        """Add the flag of the factorised embedding too."""
+        super().add_args(parser)
+        add_factorized_args(parser)
+
+    @classmethod
+    def build_decoder(cls, args, task, embed_tokens):
+        """Build fairseq's decoder, over a table of width E where that is given; it projects by itself."""
+        width = getattr(args, "factorized_embed_dim", None) or embed_tokens.embedding_dim
+        if width != embed_tokens.embedding_dim:
+            embed_tokens = Embedding(embed_tokens.num_embeddings, width, embed_tokens.padding_idx)
+        return super().build_decoder(args, task, embed_tokens)
 
     @classmethod
     def build_encoder(cls, args):
@@ -98,6 +113,12 @@ def check(args) -> None:
         width, heads = getattr(args, f"{stack}_embed_dim"), getattr(args, f"{stack}_attention_heads")
         if heads < 1 or width < 1 or width % heads:
             refuse(f"--{stack}-embed-dim {width} must be a multiple of --{stack}-attention-heads {heads}")
+    output_dim = int(args.decoder_output_dim)  # text, when it came from the command line
+    if args.share_decoder_input_output_embed and output_dim != (args.factorized_embed_dim or args.decoder_embed_dim):
+        refuse(
+            f"--share-decoder-input-output-embed needs one width, but --decoder-output-dim is {output_dim} and "
+            f"--decoder-embed-dim is {args.decoder_embed_dim}: --factorized-embed-dim makes both narrower"
+        )
     if args.conv_version != "s2t_transformer":
         return
     kernels = str(args.conv_kernel_sizes)
@@ -134,6 +155,7 @@ def register_architecture(preset: str, size: str, upstream_architecture, univers
             width, ffn, heads = universal
             set_defaults(args, encoder_embed_dim=width, encoder_ffn_embed_dim=ffn)
             set_defaults(args, encoder_attention_heads=heads, decoder_attention_heads=heads)
+        resolve_factorized_embedding(args, "decoder_output_dim")
         upstream_architecture(args)
         check(args)
         if not hasattr(args, "_name"):  # parsing a command line, not rebuilding a model

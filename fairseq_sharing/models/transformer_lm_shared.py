@@ -15,7 +15,7 @@ from fairseq.models.transformer_lm import (
     transformer_lm_baevski_wiki103,
 )
 
-from ..options import extend_config, refuse, resolve_sharing
+from ..options import check_adaptive_softmax, extend_config, refuse, resolve_factorized_embedding, resolve_sharing
 from ..shared_model import SharedLayers
 
 
@@ -32,6 +32,9 @@ class SharedLanguageModel(SharedLayers, TransformerLanguageModel):
     @classmethod
     def build_model(cls, args, task):
         """Resolve the flags again, for configurations that came from YAML, then build and tie."""
+        if args.factorized_embed_dim is not None:  # YAML leaves fairseq's options at the dataclass's defaults
+            args.decoder_input_dim = args.decoder_output_dim = args.factorized_embed_dim
+        resolve_factorized_embedding(args, "decoder_input_dim", "decoder_output_dim")
         check(args)
         resolve_sharing(args, "decoder", *cls.PRESET)
         return super().build_model(args, task)
@@ -46,6 +49,7 @@ def check(args) -> None:
     width, heads = args.decoder_embed_dim, args.decoder_attention_heads
     if heads < 1 or width < 1 or width % heads:
         refuse(f"--decoder-embed-dim {width} must be a multiple of --decoder-attention-heads {heads}")
+    check_adaptive_softmax(args)
     if args.share_decoder_input_output_embed and args.decoder_input_dim != args.decoder_output_dim:
         refuse(
             "--share-decoder-input-output-embed needs one width, but --decoder-input-dim is "
@@ -89,6 +93,7 @@ def register_architecture(name: str, preset: str, upstream_architecture, **width
     def architecture(args):
         for key, value in given.items():
             setattr(args, key, getattr(args, key, value))
+        resolve_factorized_embedding(args, "decoder_input_dim", "decoder_output_dim")
         upstream_architecture(args)
         check(args)
         resolve_sharing(args, "decoder", strategy, num_unique)

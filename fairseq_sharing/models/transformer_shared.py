@@ -13,14 +13,37 @@ from fairseq.models.transformer.transformer_legacy import (
     transformer_wmt_en_de_big,
 )
 
-from ..options import refuse, resolve_sharing
+from ..embedding import ProjectedEmbedding
+from ..options import add_factorized_args, check_adaptive_softmax, refuse, resolve_factorized_embedding, resolve_sharing
 from ..shared_model import SharedLayers
 from ..upstream import check_data_folder
 
 
 @register_model("transformer_shared")
 class SharedTransformerModel(SharedLayers, TransformerModel):
-    """fairseq's Transformer with N layers from M parameter sets in each stack."""
+    """fairseq's Transformer with N layers from M parameter sets in each stack, and factorised embeddings.
+
+    With --factorized-embed-dim E all tables are V x E. fairseq's decoder then projects E -> H and, before its output,
+    H -> E by itself; the encoder gets the projection here.
+    """
+
+    @classmethod
+    def add_args(cls, parser):
+        """Add the flag of the factorised embedding too."""
+        super().add_args(parser)
+        add_factorized_args(parser)
+
+    @classmethod
+    def build_embedding(cls, args, dictionary, embed_dim, path=None):
+        """Build a table of width E where that is given."""
+        return super().build_embedding(args, dictionary, getattr(args, "factorized_embed_dim", None) or embed_dim, path)
+
+    @classmethod
+    def build_encoder(cls, args, src_dict, embed_tokens):
+        """Build fairseq's encoder over an embedding that reads as wide as its layers."""
+        if embed_tokens.embedding_dim != args.encoder_embed_dim:
+            embed_tokens = ProjectedEmbedding(embed_tokens, args.encoder_embed_dim)
+        return super().build_encoder(args, src_dict, embed_tokens)
 
 
 # Size -> (fairseq's architecture, what Universal widens: width, FFN width and heads, about the parameters of M=6).
@@ -51,12 +74,15 @@ def check_widths(args) -> None:
         width, heads = getattr(args, f"{stack}_embed_dim"), getattr(args, f"{stack}_attention_heads")
         if heads < 1 or width < 1 or width % heads:
             refuse(f"--{stack}-embed-dim {width} must be a multiple of --{stack}-attention-heads {heads}")
+    check_adaptive_softmax(args)
     tied = args.share_all_embeddings or args.share_decoder_input_output_embed
     output_dim = int(args.decoder_output_dim)  # text, when it came from the command line
-    if tied and args.adaptive_softmax_cutoff is None and output_dim != args.decoder_embed_dim:
+    table = args.factorized_embed_dim or args.decoder_embed_dim
+    if tied and output_dim != table:
         refuse(
             f"an output tied to the decoder's embedding needs one width, but --decoder-output-dim is "
-            f"{args.decoder_output_dim} and --decoder-embed-dim is {args.decoder_embed_dim}"
+            f"{args.decoder_output_dim} and --decoder-embed-dim is {args.decoder_embed_dim}: "
+            "--factorized-embed-dim makes both narrower"
         )
     if args.share_all_embeddings and args.encoder_embed_dim != args.decoder_embed_dim:
         refuse(
@@ -87,6 +113,7 @@ def register_architecture(preset: str, size: str) -> None:
                 decoder_ffn_embed_dim=args.encoder_ffn_embed_dim,
                 decoder_attention_heads=heads,
             )
+        resolve_factorized_embedding(args, "decoder_output_dim")
         upstream_architecture(args)
         if not hasattr(args, "_name"):  # parsing a command line, not rebuilding a model whose data may be elsewhere
             check_data(args)

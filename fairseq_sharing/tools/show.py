@@ -15,6 +15,14 @@ import re
 
 HELP = "show the assignment and parameter counts of an architecture or a checkpoint"
 CANNOT_SHOW = "only Transformers for translation, language modelling and speech to text can be shown"
+EMBEDDINGS = (
+    "embed_tokens",
+    "embed_positions",
+    "output_projection",
+    "adaptive_softmax",
+    "project_in_dim",
+    "project_out_dim",
+)
 PASSES_ON = True  # whatever the command does not know is a flag of fairseq-train
 
 
@@ -124,7 +132,7 @@ def count_components(model) -> list[tuple[str, int, int]]:
     in_embeddings = {
         id(parameter): parameter.numel()
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if any(word in name for word in ("embed_tokens", "embed_positions", "output_projection", "adaptive_softmax"))
+        if any(word in name for word in EMBEDDINGS)
     }
     embeddings = sum(in_embeddings.values())
     counts.insert(0, ("embeddings and output", embeddings, embeddings))
@@ -187,7 +195,7 @@ def read_checkpoint(path: str):
         config = OmegaConf.create({"model": config}).model
     rows = {"encoder": 0, "decoder": 0}
     for key, value in state["model"].items():
-        match = re.fullmatch(r"(encoder|decoder)\.embed_tokens(\.embeddings\.\d+\.0)?\.weight", key)
+        match = re.fullmatch(r"(encoder|decoder)\.embed_tokens(\.embedding|\.embeddings\.\d+\.0)?\.weight", key)
         if match:  # an adaptive input has one embedding for each band of words
             rows[match[1]] += len(value)
     arch = getattr(config, "_name", None) or getattr(config, "arch", None)
