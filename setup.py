@@ -24,6 +24,15 @@ FAIRSEQ_REQUIREMENTS = [
     "scikit-learn",
 ]
 
+# What scripts/prepare_speech.py and `fairseq-generate --scoring wer` import; torchaudio is not needed.
+SPEECH_REQUIREMENTS = [
+    "editdistance>=0.6",
+    "kaldi-native-fbank>=1.20",
+    "PyYAML>=5.1",
+    "scipy>=1.11",
+    "soundfile>=0.12",
+]
+
 setup(
     name="fairseq_sharing",
     version=VERSION,
@@ -45,7 +54,12 @@ setup(
     ],
     extras_require={
         "fairseq": ["ve-fairseq==0.12.3"],
-        "dev": [*FAIRSEQ_REQUIREMENTS, "hypothesis", "pytest>=8", "pytest-xdist", "ruff", "transformers>=4.48"],
+        "speech": SPEECH_REQUIREMENTS,
+        "dev": [
+            *FAIRSEQ_REQUIREMENTS,
+            *SPEECH_REQUIREMENTS,
+            *("hypothesis", "pytest>=8", "pytest-xdist", "ruff", "transformers>=4.48"),
+        ],
     },
     entry_points={"console_scripts": ["fairseq-sharing = fairseq_sharing.tools.main:main"]},
     classifiers=[

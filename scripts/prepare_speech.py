@@ -6,7 +6,8 @@
 Each TSV has a header line with the columns ``audio`` (a path below --audio-root, of a file that soundfile reads: wav,
 flac, opus, ogg) and ``text``, and may have ``speaker``; other columns are left alone. The same clip may be in several
 TSVs. Features are 80 log-mel filterbanks as Kaldi and torchaudio.compliance.kaldi compute them with fairseq's settings:
-windows of 25 ms every 10 ms (povey), no dither, samples in the range of 16 bits. Text is taken as it is.
+windows of 25 ms every 10 ms (povey), no dither, samples in the range of 16 bits, channels averaged. Text is taken as it
+is, but for runs of white space.
 
 --out holds ``config.yaml`` (utterance CMVN always, SpecAugment while training), ``train.tsv`` and so on (id, audio,
 n_frames, tgt_text, speaker), ``fbank80.zip`` or ``fbank80/*.npy``, ``spm.model``, ``spm.vocab`` and ``dict.txt``.
@@ -22,6 +23,7 @@ import io
 import logging
 import re
 import shutil
+import signal
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -58,6 +60,8 @@ def read_clips(path: Path, audio_root: Path) -> list[dict]:
         rows = list(reader)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
+    except csv.Error as error:
+        raise ValueError(f"{path} is not a TSV: {error}") from error
     header = reader.fieldnames or []
     missing = [name for name in ("audio", "text") if name not in header]
     if missing:
@@ -308,6 +312,8 @@ def prepare(args) -> None:
         raise ValueError(f"--out {args.out} exists: remove it or name another")
     if not out.parent.is_dir():
         raise ValueError(f"--out {args.out}: there is no folder {out.parent}")
+    if args.features == "zip" and ":" in str(out):
+        raise ValueError(f"--out {out}: fairseq cannot read a zip below a name with a colon: add --features npy")
     if (args.vocab_type == "unigram") != (args.vocab_size is not None):
         raise ValueError("--vocab-size goes with --vocab-type unigram, and only with it")
     if not args.audio_root.is_dir():
@@ -352,8 +358,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sample-rate", type=int, default=16000, metavar="HZ", help="default: 16000")
     parser.add_argument("--resample", action="store_true", help="resample audio of other rates instead of refusing it")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that `prepare` cleans up
     try:
         prepare(args)
+    except KeyboardInterrupt:
+        print("prepare_speech.py: stopped; nothing was written", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(f"prepare_speech.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -176,6 +176,7 @@ def fails(capsys, out: Path, *argv) -> str:
         ("audio\ttext\na.wav\n", "line 2: must have 2 columns"),
         ("audio\ttext\na.wav\tyes\tno\n", "line 2: must have 2 columns"),
         ("audio\ttext\na.wav\tyes\na.wav\tno\n", "line 3: a.wav is listed twice"),
+        pytest.param(f"audio\ttext\na.wav\t{'y' * 200000}\n", "is not a TSV: field larger than", id="no end"),
         ("audio\ttext\nmissing.wav\tyes\n", "line 2: there is no audio file"),
         ("audio\ttext\nnoise.wav\tyes\n", "cannot read the audio of"),
         ("audio\ttext\nshort.wav\tyes\n", "is shorter than one window of 25 ms"),
@@ -211,6 +212,8 @@ def test_wrong_folders_are_refused(tmp_path, capsys):
     (tmp_path / "there").mkdir()
     assert prepare_speech.main(command(tmp_path / "there")) == 2
     assert "exists: remove it or name another" in capsys.readouterr().err
+    out = tmp_path / "a:b"
+    assert "add --features npy" in fails(capsys, out, *command(out))
     out = tmp_path / "no" / "out"
     assert "there is no folder" in fails(capsys, out, *command(out))
     out = tmp_path / "out"

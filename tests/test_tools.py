@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from conftest import FOUR_FROM_TWO, PLUGIN, REPOSITORY, TINY, build, parse
+from fairseq.models import ARCH_MODEL_REGISTRY
 
 from fairseq_sharing.checkpoint import RECORD
 from fairseq_sharing.models.transformer_shared import PRESETS, SIZES
@@ -145,6 +146,34 @@ def test_the_readmes_table_of_language_models_is_true():
         assert heads == str(config.decoder_attention_heads)
         counts = count_components(build_without_memory(config, *[int(vocabulary.replace(",", ""))] * 2))
         assert (unique, unshared) == tuple(f"{sum(row[column] for row in counts):,}" for column in (1, 2))
+
+
+def test_the_readmes_table_of_speech_models_is_true():
+    readme = (REPOSITORY / "README.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(s2t_transformer_shared_\w+)` \|(.*)\|$", readme, re.MULTILINE)
+    assert {arch for arch, _ in rows} == {
+        name for name in ARCH_MODEL_REGISTRY if name.startswith("s2t_transformer_shared_")
+    }
+    for arch, cells in rows:
+        layers, sets, widths, heads, unique, unshared = (cell.strip() for cell in cells.split("|"))
+        config = parse_architecture(arch, ["--share-decoder-input-output-embed"])
+        assert layers == f"{config.encoder_layers} + {config.decoder_layers}"
+        assert sets == f"{config.encoder_unique_layers} + {config.decoder_unique_layers}"
+        assert widths == f"{config.decoder_embed_dim} / {config.decoder_ffn_embed_dim}"
+        assert (config.encoder_embed_dim, config.encoder_ffn_embed_dim) == tuple(map(int, widths.split(" / ")))
+        assert heads == str(config.encoder_attention_heads) == str(config.decoder_attention_heads)
+        counts = count_components(build_without_memory(config, 10000, 10000))
+        assert (unique, unshared) == tuple(f"{sum(row[column] for row in counts):,}" for column in (1, 2))
+
+
+def test_show_speech_to_text(tmp_path, capsys):
+    assert main(["show", "--arch", "s2t_transformer_shared_sequence_librispeech", "--vocab-size", "10000"]) == 0
+    shown = capsys.readouterr().out
+    assert "encoder: 16 layers from 8 parameter sets" in shown and "decoder: 8 layers from 4 parameter sets" in shown
+    rows = {re.split("  +", line)[0]: line.split()[-2:] for line in shown.splitlines()}
+    assert rows["convolutions"] == ["3,033,088"] * 2 and rows["total"][0] == "50,190,336"
+    assert main(["show", "--arch", "s2t_transformer_s", "--vocab-size", "1000"]) == 0
+    assert "encoder: 12 layers, each with its own parameters" in capsys.readouterr().out
 
 
 def test_show_leaves_the_log_alone(capsys, caplog):
