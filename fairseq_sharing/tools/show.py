@@ -6,6 +6,7 @@ Examples:
     fairseq-sharing show --arch transformer_shared_cycle_rev --share-all-embeddings
     fairseq-sharing show --arch transformer_shared_cycle --encoder-layers 9 --encoder-unique-layers 3 --vocab-size 8000
     fairseq-sharing show --arch transformer_lm_shared_sequence_wiki103 --vocab-size 267744
+    fairseq-sharing show --arch albert_encoder_base --vocab-size 30000 --sharing-parts attention
     fairseq-sharing show --path checkpoints/checkpoint_best.pt
 """
 
@@ -13,7 +14,9 @@ import logging
 import re
 
 HELP = "show the assignment and parameter counts of an architecture or a checkpoint"
-CANNOT_SHOW = "only Transformers for translation and language modelling can be shown"
+CANNOT_SHOW = "only Transformers for translation and language modelling, and this plugin's models, can be shown"
+# Parts of parameters' names; lm_head is the head of masked language models.
+EMBEDDINGS_AND_OUTPUT = ("embed_tokens", "embed_positions", "output_projection", "adaptive_softmax", "lm_head")
 PASSES_ON = True  # whatever the command does not know is a flag of fairseq-train
 
 
@@ -52,7 +55,7 @@ def parse_architecture(arch: str, flags: list[str]):
     from fairseq.models.transformer_lm import TransformerLanguageModel
 
     if arch not in ARCH_MODEL_REGISTRY:
-        known = ", ".join(sorted(name for name in ARCH_MODEL_REGISTRY if "_shared_" in name))
+        known = ", ".join(sorted(name for name, model in ARCH_MODEL_REGISTRY.items() if hasattr(model, "STACKS")))
         raise ValueError(f"--arch {arch} is not known to fairseq or to this plugin, which adds {known}")
     if not can_show(arch):
         raise ValueError(f"--arch {arch}: {CANNOT_SHOW}")
@@ -67,30 +70,40 @@ def parse_architecture(arch: str, flags: list[str]):
 
 
 def can_show(arch: str) -> bool:
-    """Whether the architecture is a Transformer for translation or language modelling, ours or fairseq's."""
+    """Whether the architecture is one of ours, or fairseq's Transformer for translation or language modelling."""
     from fairseq.models import ARCH_MODEL_REGISTRY
     from fairseq.models.transformer import TransformerModel
     from fairseq.models.transformer_lm import TransformerLanguageModel
 
-    return issubclass(ARCH_MODEL_REGISTRY.get(arch, type), (TransformerModel, TransformerLanguageModel))
+    model = ARCH_MODEL_REGISTRY.get(arch, type)
+    return hasattr(model, "STACKS") or issubclass(model, (TransformerModel, TransformerLanguageModel))
 
 
 def build_without_memory(config, source_size: int, target_size: int):
-    """Build the model on torch's meta device: shapes and ties, but no numbers."""
+    """Build the model of fake tensors: shapes and ties, but no numbers.
+
+    RoBERTa's initialisation copies every tensor to the CPU, which tensors on the meta device refuse.
+    """
     from types import SimpleNamespace
 
-    import torch
     from fairseq.models import build_model
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     source = filler_dictionary(source_size)
     target = source if source_size == target_size else filler_dictionary(target_size)
-    with torch.device("meta"):  # of the task, building a model needs only the dictionaries
+    with FakeTensorMode():  # of the task, building a model needs only the dictionaries
         return build_model(config, SimpleNamespace(source_dictionary=source, target_dictionary=target), True)
 
 
 def stacks_of(model) -> dict:
     """Return the model's stacks of layers by name."""
-    return {name: getattr(model, name).layers for name in ("encoder", "decoder") if hasattr(model, name)}
+    return {stack: model.get_submodule(path) for stack, path in stack_paths(model).items()}
+
+
+def stack_paths(model) -> dict[str, str]:
+    """Return where the model keeps its stacks of layers, by name; fairseq's own models do not say."""
+    named = {name: f"{name}.layers" for name in ("encoder", "decoder") if hasattr(model, name)}
+    return getattr(model, "STACKS", named)
 
 
 def count_components(model) -> list[tuple[str, int, int]]:
@@ -104,7 +117,7 @@ def count_components(model) -> list[tuple[str, int, int]]:
     in_embeddings = {
         id(parameter): parameter.numel()
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if any(word in name for word in ("embed_tokens", "embed_positions", "output_projection", "adaptive_softmax"))
+        if any(word in name for word in EMBEDDINGS_AND_OUTPUT)
     }
     embeddings = sum(in_embeddings.values())
     counts.insert(0, ("embeddings and output", embeddings, embeddings))
@@ -161,19 +174,22 @@ def read_checkpoint(path: str):
         config = OmegaConf.create({"model": config}).model
     rows = {"encoder": 0, "decoder": 0}
     for key, value in state["model"].items():
-        match = re.fullmatch(r"(encoder|decoder)\.embed_tokens(\.embeddings\.\d+\.0)?\.weight", key)
+        match = re.fullmatch(
+            r"(encoder|decoder)(?:\.sentence_encoder)?\.embed_tokens(\.embeddings\.\d+\.0)?\.weight", key
+        )
         if match:  # an adaptive input has one embedding for each band of words
             rows[match[1]] += len(value)
     arch = getattr(config, "_name", None) or getattr(config, "arch", None)
-    if not can_show(arch) or not rows["decoder"]:
+    if not can_show(arch) or not any(rows.values()):
         raise ValueError(f"{path} is of architecture {arch}: {CANNOT_SHOW}")
-    sizes = rows["encoder"] or rows["decoder"], rows["decoder"]
+    sizes = rows["encoder"] or rows["decoder"], rows["decoder"] or rows["encoder"]
     model = build_without_memory(config, *sizes)
-    for stack, layers in stacks_of(model).items():
-        record = state["model"].get(f"{stack}.layers.{RECORD}")
+    for path_to_layers in stack_paths(model).values():
+        layers = model.get_submodule(path_to_layers)
+        record = state["model"].get(f"{path_to_layers}.{RECORD}")
         if record is not None and not decode_sharing(record).same_as(layers.sharing):
             raise ValueError(
-                f"{path} contradicts itself: {stack}.layers were saved shared as {decode_sharing(record)}, "
+                f"{path} contradicts itself: {path_to_layers} were saved shared as {decode_sharing(record)}, "
                 f"its configuration says {layers.sharing}"
             )
     return model, arch, sizes
