@@ -1,19 +1,23 @@
 """The invariants of `albert_encoder`, its published counts, Hugging Face's ALBERT beside it, and fairseq's commands."""
 
+import lzma
+import math
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import build_dictionary
+from conftest import PLUGIN, REPOSITORY, build_dictionary, read_corpus, run
 from fairseq import options
+from fairseq.checkpoint_utils import load_model_ensemble_and_task
 from fairseq.models import ARCH_MODEL_REGISTRY, build_model
 from fairseq.models.roberta import RobertaHubInterface, RobertaModel
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_sharing.checkpoint import RECORD
 from fairseq_sharing.embedding import FactorizedEmbedding
-from fairseq_sharing.models.albert_encoder import SIZES
+from fairseq_sharing.models.albert_encoder import SIZES, AlbertEncoderModel
+from fairseq_sharing.tools.main import main
 
 LAYERS = [
     *("--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32", "--encoder-attention-heads", "2"),
@@ -466,3 +470,126 @@ def test_the_twin_notices_another_activation_and_epsilon():
         tokens = random_tokens()[1:]
         with torch.no_grad():
             assert (model(tokens)[0] - twin(input_ids=tokens).logits).abs().max() > 1e-3
+
+
+# --- fairseq's commands on real text ---
+
+
+def read_reviews(split: str, number: int) -> list[tuple[str, str]]:
+    """Return the first (label, sentence) pairs of the shipped film reviews."""
+    with lzma.open(REPOSITORY / "examples" / "masked_lm" / "data" / f"{split}.tsv.xz", "rt", encoding="utf-8") as file:
+        return [tuple(line.rstrip("\n").split("\t")) for line in file][:number]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Real English, in pieces and binarised: running text for pretraining, film reviews with labels for fine-tuning."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("text")
+    reviews = {split: read_reviews(split, number) for split, number in (("train", 200), ("valid", 40))}
+    lines = [line for line in read_corpus("train", "en") if 4 < len(line.split()) < 25]
+    plain = {"train": lines[:800], "valid": lines[-80:]}
+    (folder / "spm.txt").write_text("\n".join([*plain["train"], *(text for _, text in reviews["train"])]) + "\n")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "spm.txt"), model_prefix=str(folder / "spm"), vocab_size=400, minloglevel=2
+    )
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spm.model"))
+    for split in ("train", "valid"):
+        for name, sentences in (("text", plain[split]), ("input0", [text for _, text in reviews[split]])):
+            pieces = (" ".join(processor.encode(sentence, out_type=str)) for sentence in sentences)
+            (folder / f"{split}.{name}").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+        (folder / f"{split}.label").write_text("\n".join(label for label, _ in reviews[split]) + "\n")
+    for name, destination in (("text", "bin"), ("input0", "reviews/input0"), ("label", "reviews/label")):
+        dictionary = ["--srcdict", folder / "bin" / "dict.txt"] if name == "input0" else []
+        prefixes = ["--trainpref", folder / f"train.{name}", "--validpref", folder / f"valid.{name}"]
+        run(["fairseq-preprocess", "--only-source", *prefixes, "--destdir", folder / destination, *dictionary])
+    return folder
+
+
+def train_encoder(data, save, *flags) -> str:
+    """Run fairseq-train with a small encoder: four layers from two groups."""
+    return run(
+        [
+            *("fairseq-train", data, "--user-dir", PLUGIN, "--arch", "albert_encoder", "--cpu", "--save-dir", save),
+            *("--encoder-embed-dim", 64, "--encoder-ffn-embed-dim", 128, "--encoder-attention-heads", 4),
+            *("--encoder-layers", 4, "--encoder-unique-layers", 2, "--factorized-embed-dim", 32),
+            *("--optimizer", "adam", "--lr", "2e-3", "--lr-scheduler", "fixed", "--no-progress-bar"),
+            *("--num-workers", 0, "--required-batch-size-multiple", 1, *flags),
+        ]
+    )
+
+
+def validation(output: str, what: str) -> list[float]:
+    """Return what was printed after each validation."""
+    return [float(value) for value in re.findall(rf"valid on 'valid' subset.* \| {what} ([\d.]+)", output)]
+
+
+def test_pretrain_resume_finetune_and_use(text, tmp_path, capsys):
+    masked_lm = [
+        *("--task", "masked_lm", "--criterion", "masked_lm", "--sample-break-mode", "eos"),
+        *("--tokens-per-sample", 128, "--max-tokens", 2000, "--dropout", 0, "--warmup-updates", 10),
+    ]
+    output = train_encoder(text / "bin", tmp_path / "mlm", *masked_lm, "--max-epoch", 2)
+    assert output.count("encoder: 4 layers from 2 parameter sets (sequence): 0 0 1 1;") == 1
+    resumed = train_encoder(text / "bin", tmp_path / "mlm", *masked_lm, "--max-epoch", 4)
+    assert "Loaded checkpoint" in resumed and "(epoch 3 @" in resumed
+    losses = [*validation(output, "loss"), *validation(resumed, "loss")]
+    symbols = len((text / "bin" / "dict.txt").read_text("utf-8").splitlines()) + 5  # with fairseq's four and <mask>
+    assert len(losses) == 4 and sorted(losses, reverse=True) == losses and losses[-1] < math.log2(symbols)
+    expected = (
+        (symbols + 514 + 2) * 32  # rows of symbols and positions, LayerNorm
+        + (32 * 64 + 64)
+        + 2 * (attention_parameters(64) + ffn_parameters(64, 128))
+        + (64 * 32 + 32 + 2 * 32 + symbols)
+    )
+    assert f"num. shared model params: {expected:,}" in output
+    pretrained = tmp_path / "mlm" / "checkpoint_last.pt"
+
+    hub = AlbertEncoderModel.from_pretrained(
+        *(str(tmp_path / "mlm"), "checkpoint_last.pt", str(text / "bin")),
+        bpe="sentencepiece",
+        sentencepiece_model=str(text / "spm.model"),
+    ).eval()
+    tokens = hub.encode("Select the cell.")
+    features = hub.extract_features(tokens)
+    states = hub.extract_features(tokens, return_all_hiddens=True)
+    assert features.shape == (1, len(tokens), 64) and len(states) == 5
+    assert torch.equal(states[-1], features)
+    filled = hub.fill_mask("Select the <mask> cell.", topk=10)  # which leaves out <s> and </s>
+    chances = [chance for _, chance, _ in filled]
+    assert 8 <= len(filled) <= 10 and chances == sorted(chances, reverse=True)
+    assert all(sentence.startswith("Select the") for sentence, _, _ in filled)
+
+    classify = [
+        *("--task", "sentence_prediction", "--criterion", "sentence_prediction", "--init-token", 0),
+        *("--num-classes", 2, "--classification-head-name", "sentence_classification_head", "--max-sentences", 20),
+        *("--reset-optimizer", "--reset-dataloader", "--reset-meters", "--best-checkpoint-metric", "accuracy"),
+        *("--maximize-best-checkpoint-metric", "--max-epoch", 2),
+    ]
+    tuned = train_encoder(text / "reviews", tmp_path / "tuned", *classify, "--restore-file", pretrained)
+    assert f"Loaded checkpoint {pretrained}" in tuned and "0 0 1 1;" in tuned
+    classifier = AlbertEncoderModel.from_pretrained(
+        *(str(tmp_path / "tuned"), "checkpoint_last.pt", str(text / "reviews")),
+        bpe="sentencepiece",
+        sentencepiece_model=str(text / "spm.model"),
+    ).eval()
+    reviews = read_reviews("valid", 40)
+    classes = classifier.task.label_dictionary
+    guesses = [
+        classes.string(
+            [classifier.predict("sentence_classification_head", classifier.encode(review)).argmax() + classes.nspecial]
+        )
+        for _, review in reviews
+    ]
+    right = sum(guess == label for guess, (label, _) in zip(guesses, reviews, strict=True))
+    assert abs(100 * right / len(reviews) - validation(tuned, "accuracy")[-1]) < 0.1  # as fairseq counted them
+
+    assert main(["show", "--path", str(pretrained)]) == 0
+    shown = capsys.readouterr().out
+    assert "set   0 0 1 1" in shown and f"V={symbols}" in shown and f"{expected:,}" in shown
+
+    with pytest.raises(ValueError, match=r"encoder.sentence_encoder.layers were saved shared as 0 0 1 1"):
+        load_model_ensemble_and_task(
+            [str(pretrained)], arg_overrides={"encoder_unique_layers": 4, "data": str(text / "bin")}
+        )

@@ -7,6 +7,7 @@ Examples:
     fairseq-sharing show --arch transformer_shared_cycle --encoder-layers 9 --encoder-unique-layers 3 --vocab-size 8000
     fairseq-sharing show --arch transformer_lm_shared_sequence_wiki103 --vocab-size 267744
     fairseq-sharing show --arch s2t_transformer_shared_sequence_librispeech --vocab-size 10000
+    fairseq-sharing show --arch albert_encoder_base --vocab-size 30000 --sharing-parts attention
     fairseq-sharing show --path checkpoints/checkpoint_best.pt
 """
 
@@ -14,14 +15,18 @@ import logging
 import re
 
 HELP = "show the assignment and parameter counts of an architecture or a checkpoint"
-CANNOT_SHOW = "only Transformers for translation, language modelling and speech to text can be shown"
+CANNOT_SHOW = (
+    "only Transformers for translation, language modelling and speech to text, and this plugin's models, can be shown"
+)
+# Parts of parameters' names; lm_head is the head of masked language models.
 EMBEDDINGS = (
     "embed_tokens",
     "embed_positions",
-    "output_projection",
-    "adaptive_softmax",
     "project_in_dim",
     "project_out_dim",
+    "output_projection",
+    "adaptive_softmax",
+    "lm_head",
 )
 PASSES_ON = True  # whatever the command does not know is a flag of fairseq-train
 
@@ -62,7 +67,7 @@ def parse_architecture(arch: str, flags: list[str]):
     from fairseq.models.transformer_lm import TransformerLanguageModel
 
     if arch not in ARCH_MODEL_REGISTRY:
-        known = ", ".join(sorted(name for name in ARCH_MODEL_REGISTRY if "_shared_" in name))
+        known = ", ".join(sorted(name for name, model in ARCH_MODEL_REGISTRY.items() if hasattr(model, "STACKS")))
         raise ValueError(f"--arch {arch} is not known to fairseq or to this plugin, which adds {known}")
     if not can_show(arch):
         raise ValueError(f"--arch {arch}: {CANNOT_SHOW}")
@@ -91,19 +96,23 @@ def can_show(arch: str) -> bool:
     from fairseq.models.transformer_lm import TransformerLanguageModel
 
     families = (TransformerModel, TransformerLanguageModel, S2TTransformerModel)
-    return issubclass(ARCH_MODEL_REGISTRY.get(arch, type), families)
+    model = ARCH_MODEL_REGISTRY.get(arch, type)
+    return hasattr(model, "STACKS") or issubclass(model, families)
 
 
 def build_without_memory(config, source_size: int, target_size: int):
-    """Build the model on torch's meta device: shapes and ties, but no numbers."""
+    """Build the model of fake tensors: shapes and ties, but no numbers.
+
+    RoBERTa's initialisation copies every tensor to the CPU, which tensors on the meta device refuse.
+    """
     from types import SimpleNamespace
 
-    import torch
     from fairseq.models import build_model
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     source = filler_dictionary(source_size)
     target = source if source_size == target_size else filler_dictionary(target_size)
-    with torch.device("meta"):  # of the task, building a model needs only the dictionaries
+    with FakeTensorMode():  # of the task, building a model needs only the dictionaries
         return build_model(config, SimpleNamespace(source_dictionary=source, target_dictionary=target), True)
 
 
@@ -195,13 +204,15 @@ def read_checkpoint(path: str):
         config = OmegaConf.create({"model": config}).model
     rows = {"encoder": 0, "decoder": 0}
     for key, value in state["model"].items():
-        match = re.fullmatch(r"(encoder|decoder)\.embed_tokens(\.embedding|\.embeddings\.\d+\.0)?\.weight", key)
+        match = re.fullmatch(
+            r"(encoder|decoder)(?:\.sentence_encoder)?\.embed_tokens(\.embedding|\.embeddings\.\d+\.0)?\.weight", key
+        )
         if match:  # an adaptive input has one embedding for each band of words
             rows[match[1]] += len(value)
     arch = getattr(config, "_name", None) or getattr(config, "arch", None)
-    if not can_show(arch) or not rows["decoder"]:
+    if not can_show(arch) or not any(rows.values()):
         raise ValueError(f"{path} is of architecture {arch}: {CANNOT_SHOW}")
-    sizes = rows["encoder"] or rows["decoder"], rows["decoder"]
+    sizes = rows["encoder"] or rows["decoder"], rows["decoder"] or rows["encoder"]
     model = build_without_memory(config, *sizes)
     for path_of_stack in paths_of(model).values():
         layers = model.get_submodule(path_of_stack)
