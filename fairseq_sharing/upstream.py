@@ -19,6 +19,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.models.ema.ema import EMA
 from fairseq.tasks.translation import TranslationTask
+from fairseq.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -205,6 +206,24 @@ def restore_with_versions(restore):
     return wrapper
 
 
+def tell_why_loading_failed(load_checkpoint):
+    """Put the reason behind the trainer's own words, where it is read.
+
+    Upstream replaces every error by "please ensure that the architectures match", many lines below the reason.
+    """
+
+    @functools.wraps(load_checkpoint)
+    def wrapper(self, *args, **kwargs):
+        try:
+            return load_checkpoint(self, *args, **kwargs)
+        except Exception as error:
+            if error.__context__ is not None:
+                error.add_note(f"The reason: {error.__context__}")
+            raise
+
+    return wrapper
+
+
 def check_data_folder(args) -> None:
     """Say what is wrong with a translation task's data folder where fairseq would fail to infer a language pair.
 
@@ -271,4 +290,5 @@ def apply() -> None:
     replace(EMA, "restore", restore_with_versions)
     replace(EMA, "_step_internal", decay_each_tensor_once)
     replace(EMA, "build_fp32_params", keep_fp32_once)
+    replace(Trainer, "load_checkpoint", tell_why_loading_failed)
     replace(TranslationTask, "setup_task", setup_task_checked)

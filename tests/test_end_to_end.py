@@ -263,6 +263,8 @@ def test_resuming_another_sharing_is_refused(data, trained, tmp_path, arch, flag
     output = run(command, check=False)
     error = next(line for line in output.splitlines() if "ERROR" in line)  # logged before fairseq's own message
     assert "cannot load this checkpoint: its encoder.layers were saved shared as 0 1 1 0;" in error
+    last = output.strip().splitlines()[-1]  # and below it, where it is read
+    assert last.startswith("The reason: cannot load this checkpoint: its encoder.layers were saved shared as 0 1 1 0;")
     assert not list((tmp_path / "save").glob("*.pt"))
 
 

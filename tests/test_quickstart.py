@@ -248,6 +248,7 @@ SIMPLE = r"""
 10:01:00 | INFO | train_inner | epoch 001: 20 / 99 loss=9, nll_loss=8, num_updates=20, lr=0, wall=120
 10:01:00 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 8.1 | nll_loss 7.0 | ppl 128 | num_updates 20
 15:00:00 | INFO | fairseq.trainer | Loaded checkpoint c/checkpoint_last.pt (epoch 1 @ 10 updates)
+15:00:40 | INFO | train_inner | epoch 001: 20 / 99 loss=9, nll_loss=8, num_updates=20, lr=0, wall=0
 15:01:00 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 7.9 | nll_loss 6.5 | ppl 90.5 | num_updates 20
 15:01:00 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 7.9 | nll_lo
 """.strip().replace("\n", "\n2026-01-01 ")
@@ -262,8 +263,9 @@ def test_curves_reads_simple_and_json_logs(tmp_path):
     from fairseq_sharing.tools.curves import read_validations
 
     simple = read_validations(write(tmp_path / "simple.log", SIMPLE.splitlines()))
-    # The break of five hours is no training time, the update validated twice counts once, the cut line not at all.
-    assert [(v.updates, v.loss, v.minutes) for v in simple] == [(10, 8.0, 1.5), (20, 6.5, 2.0)]
+    # The break of five hours is no training time, fairseq's "wall" is not believed after it, the update validated twice
+    # counts once, the cut line not at all.
+    assert [(v.updates, v.loss, v.minutes) for v in simple] == [(10, 8.0, 1.5), (20, 6.5, 2.5)]
     (only,) = read_validations(write(tmp_path / "json.log", JSON.splitlines()))
     assert (only.updates, only.loss, only.in_bits, only.minutes) == (10, 8.0, True, 1.5)
 

@@ -112,6 +112,8 @@ def test_show_refuses(tmp_path, capsys):
     assert "architecture lstm: only Transformers" in fails(capsys, "show", "--path", other)
     sentence = fails(capsys, "show", "--arch", "transformer_shared_cycle", "data-bin", "--lr", "1")
     assert "leave out the data folder data-bin" in sentence
+    sentence = fails(capsys, "show", "--arch", "transformer_shared_cycle", "--no-such-flag", "1")
+    assert "--arch transformer_shared_cycle has no --no-such-flag" in sentence
     assert "--path takes no further flags" in fails(capsys, "show", "--path", whole, "--encoder-layers", "3")
     assert "--arch spiral is not known" in fails(capsys, "show", "--arch", "spiral")
     assert "--vocab-size 3 must be at least 5" in fails(capsys, "show", "--arch", "transformer", "--vocab-size", "3")

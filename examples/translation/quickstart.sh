@@ -8,11 +8,13 @@
 # Stopped by Ctrl-C or otherwise, the same command goes on where it was; a finished step is not done again.
 # Everything is set by environment variables:
 #
-#   ARCH       transformer_shared_cycle_rev, _cycle, _sequence, _universal, or transformer (nothing shared)
+#   ARCH       transformer_shared_cycle_rev, transformer_shared_cycle, transformer_shared_sequence,
+#              transformer_shared_universal, or transformer (nothing shared)
 #   LAYERS     N, layers in each stack; UNIQUE: M, parameter sets in each stack
 #   EMBED      width; FFN: inner width of the feed-forward sublayers; HEADS: attention heads
 #   DATA       a folder with {train,valid,test}.{SRC,TGT}, plain or .xz; or a prefix, for the two files PREFIX.SRC and
-#              PREFIX.TGT; or two files with a space between them. Valid and test are split off where there are none
+#              PREFIX.TGT; or two files with a space between them. Where there are no valid and test parts,
+#              VALID_SIZE and TEST_SIZE pairs are split off (training must keep more than that)
 #   SRC, TGT   languages: the names of the files' endings
 #   RUN        folder for everything that is written
 #   VOCAB      SentencePiece pieces for both languages together; MAX_PIECES: longer training sentences are left out
@@ -35,8 +37,9 @@ SRC=${SRC:-en}
 TGT=${TGT:-de}
 VOCAB=${VOCAB:-2000}
 MAX_PIECES=${MAX_PIECES:-48}
+VALID_SIZE=${VALID_SIZE:-500}
+TEST_SIZE=${TEST_SIZE:-500}
 UPDATES=${UPDATES:-3000}
-WARMUP=${WARMUP:-$((UPDATES / 12))}
 LR=${LR:-0.004}
 MAX_TOKENS=${MAX_TOKENS:-600}
 BATCHES=${BATCHES:-2}
@@ -71,10 +74,11 @@ children=()
 stop() {
     local result=$? pid
     trap - EXIT
+    if [ "$result" -ge 128 ]; then printf '\nquickstart: stopping …\n' >&2; fi
     for pid in ${children[@]+"${children[@]}"}; do kill -TERM "$pid" 2>/dev/null || true; done
     for pid in ${children[@]+"${children[@]}"}; do wait "$pid" 2>/dev/null || true; done
     if [ -n "${step:-}" ] && [ -e "$RUN/settings.txt" ]; then finish; fi
-    if [ "$result" -ge 128 ]; then printf '\nquickstart: stopped; the same command goes on from here\n' >&2; fi
+    if [ "$result" -ge 128 ]; then printf 'quickstart: stopped; the same command goes on from here\n' >&2; fi
     exit "$result"
 }
 trap stop EXIT
@@ -153,9 +157,21 @@ for module in fairseq sacrebleu sentencepiece; do
         die "the Python on PATH ($(command -v python || echo none)) has no $module:" \
             "use 'make quickstart', or activate the environment first"
 done
-for name in LAYERS UNIQUE EMBED FFN HEADS VOCAB UPDATES MAX_TOKENS BATCHES SAVES AVERAGE BEAM; do
+for name in LAYERS UNIQUE EMBED FFN HEADS VOCAB VALID_SIZE TEST_SIZE UPDATES MAX_TOKENS BATCHES SAVES AVERAGE BEAM; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} must be a whole number of at least 1"
 done
+WARMUP=${WARMUP:-$((UPDATES / 12))}
+for name in WARMUP MAX_PIECES SEED; do
+    [[ ${!name} =~ ^[0-9]+$ ]] || die "$name=${!name} must be a whole number"
+done
+for name in LR DROPOUT LENPEN; do
+    [[ ${!name} =~ ^[0-9]*\.?[0-9]+(e-?[0-9]+)?$ ]] || die "$name=${!name} must be a number"
+done
+case $ARCH in
+    transformer | transformer_*) ;;
+    *) die "ARCH=$ARCH is none of transformer, transformer_shared_sequence, transformer_shared_cycle," \
+        "transformer_shared_cycle_rev, transformer_shared_universal and their sizes" ;;
+esac
 if [ -z "${PROCESSES:-}" ]; then
     # nproc takes OMP_NUM_THREADS for the number of cores.
     cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
@@ -178,11 +194,14 @@ esac
 [ "$UNIQUE" -le "$LAYERS" ] || die "UNIQUE=$UNIQUE must be between 1 and LAYERS=$LAYERS"
 [ $((EMBED % HEADS)) = 0 ] || die "EMBED=$EMBED must be a multiple of HEADS=$HEADS"
 
+[ -e "$RUN/data/prepared.json" ] || sharing show "${model_args[@]}" >/dev/null ||
+    die "ARCH=$ARCH cannot be built with these settings"
+
 # What may not change between two calls with the same RUN. PROCESSES may: the batch is the same.
 settings() {
     local name
     for name in ARCH LAYERS UNIQUE EMBED FFN HEADS DATA SRC TGT VOCAB MAX_PIECES UPDATES WARMUP LR MAX_TOKENS BATCHES \
-        DROPOUT SEED SAVES AVERAGE BEAM LENPEN TRAIN_ARGS; do
+        DROPOUT SEED SAVES AVERAGE BEAM LENPEN TRAIN_ARGS VALID_SIZE TEST_SIZE; do
         printf '%s=%s\n' "$name" "${!name}"
     done
 }
@@ -200,7 +219,7 @@ fi
 say "1/5 data"
 begin data
 prepare=(python "$repo/scripts/prepare_translation.py" -s "$SRC" -t "$TGT" --out "$RUN/data" --vocab-size "$VOCAB"
-    --max-pieces "$MAX_PIECES" --seed "$SEED")
+    --max-pieces "$MAX_PIECES" --seed "$SEED" --valid-size "$VALID_SIZE" --test-size "$TEST_SIZE")
 # part_file PART LANGUAGE: the file of a part in the folder DATA, plain or compressed; a missing one is named plain.
 part_file() { if [ -e "$DATA/$1.$2.xz" ]; then echo "$DATA/$1.$2.xz"; else echo "$DATA/$1.$2"; fi; }
 if [ -d "$DATA" ]; then
@@ -225,7 +244,14 @@ fi
 new=$([ -d "$RUN" ] && echo no || echo yes)
 "${prepare[@]}" &
 children=($!)
-wait $! || { status=$?; if [ "$new" = yes ]; then rmdir "$RUN" 2>/dev/null || true; fi; exit "$status"; }
+wait $! || {
+    status=$?
+    if [ "$new" = yes ]; then rmdir "$RUN" 2>/dev/null || true; fi
+    if [ "$status" -lt 128 ]; then
+        echo "quickstart: these options are set by VOCAB, MAX_PIECES, VALID_SIZE, TEST_SIZE and SEED" >&2
+    fi
+    exit "$status"
+}
 children=()
 if [ ! -e "$checkpoints/checkpoint_last.pt" ]; then
     settings >"$RUN/settings.partial"

@@ -60,14 +60,16 @@ def select_checkpoints(args) -> list[str]:
             raise ValueError("--checkpoint-upper-bound needs --num-epoch-checkpoints or --num-update-checkpoints")
         folders = [path for path in args.inputs if Path(path).is_dir()]
         if folders:
-            raise ValueError(
-                f"--inputs {folders[0]} is a folder: say which files with --num-epoch-checkpoints or its siblings"
-            )
+            flags = "--num-epoch-checkpoints or --num-update-checkpoints"
+            raise ValueError(f"--inputs {folders[0]} is a folder: say which files with {flags}")
         return args.inputs
     name, number = wanted[0]
     flag = "--" + name.replace("_", "-")
     if number < 1:
         raise ValueError(f"{flag} {number} must be at least 1")
+    missing = [path for path in args.inputs if not Path(path).exists()]
+    if missing:
+        raise ValueError(f"--inputs {missing[0]}: there is no such file or folder")
     if len(args.inputs) != 1 or not Path(args.inputs[0]).is_dir():
         raise ValueError(f"{flag} needs --inputs to be one folder, not {' '.join(args.inputs)}")
     matches = [(re.fullmatch(PATTERNS[name], path.name), path) for path in Path(args.inputs[0]).iterdir()]

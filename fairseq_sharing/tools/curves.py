@@ -2,7 +2,8 @@
 
 Reads what ``--log-format simple`` and ``--log-format json`` print, from the terminal's output or from ``--log-file``.
 The log of a resumed run is read as one run: an update that was validated twice counts once, with its last value, and
-the time between stop and resumption is left out, since fairseq's own ``wall`` counts training time only.
+the time between stop and resumption is left out. fairseq's own ``wall`` tells the time up to the first resumption, the
+time stamps of the log do from there on: after a resumption ``wall`` stands still or starts again.
 
 Example:
     fairseq-sharing curves quickstart-run/train.log quickstart-run-transformer/train.log --out curves.png
@@ -13,16 +14,16 @@ import logging
 import math
 import re
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 HELP = "draw validation loss and perplexity against updates and time, from logs of fairseq-train"
 
 STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ")
 SIMPLE_VALID = re.compile(r"epoch \d+ \| valid on '([^']+)' subset \| (.*)")
-SIMPLE_WALL = re.compile(r"num_updates=\d+.*\bwall=(\d+)")
+SIMPLE_WALL = re.compile(r"num_updates=(\d+).*\bwall=(\d+)")
 JSON_LINE = re.compile(r'\{"epoch": .*\}\s*$')
-RESUMED = "Loaded checkpoint"
+RESUMED = re.compile(r"Loaded checkpoint .* @ (\d+) updates")
 
 # Okabe and Ito's colours without yellow, which is faint on paper. Dashes and markers tell the curves apart in grey.
 STYLES = [
@@ -53,6 +54,51 @@ class Validation:
     minutes: float | None
 
 
+class Clock:
+    """Training time while a log is read, over stops and resumptions.
+
+    Attributes:
+        stamp: the time stamp of the line being read; None when it has none.
+    """
+
+    def __init__(self):
+        self.stamp: datetime | None = None
+        self.start: datetime | None = None  # when training would have begun, had it never stopped
+        self.wall: float | None = None  # fairseq's last word, until the first resumption; seconds
+        self.known = {0: 0.0}  # seconds at an update
+        self.resumed = False
+
+    def tick(self, updates: int, wall: float) -> None:
+        """Take in a line of training."""
+        if not self.resumed:
+            self.wall = wall
+            if self.stamp:
+                self.start = self.stamp - timedelta(seconds=wall)
+        seconds = self.seconds()
+        if seconds is not None:
+            self.known[updates] = seconds
+
+    def resume(self, updates: int) -> None:
+        """Set the clock to what it showed at the last update before the one that is resumed from."""
+        self.resumed, self.wall = True, None
+        before = self.known[max(update for update in self.known if update <= updates)]
+        self.start = self.stamp - timedelta(seconds=before) if self.stamp else None
+
+    def seconds(self) -> float | None:
+        """Return the seconds of training until the line being read."""
+        if self.stamp and self.start:
+            return (self.stamp - self.start).total_seconds()
+        return self.wall
+
+    def minutes(self, updates: int) -> float | None:
+        """Return the minutes of training until the line being read, and remember them for this update."""
+        seconds = self.seconds()
+        if seconds is None:
+            return None
+        self.known[updates] = seconds
+        return seconds / 60
+
+
 def read_validations(path: Path) -> list[Validation]:
     """Read the validations of a log, in the order of updates; the first subset in it counts.
 
@@ -64,30 +110,31 @@ def read_validations(path: Path) -> list[Validation]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     found, subset = {}, None
-    wall, wall_stamp = None, None
+    clock = Clock()
     for line in lines:
         stamp = STAMP.match(line)
-        stamp = datetime.fromisoformat(stamp[1]) if stamp else None
-        if RESUMED in line:
-            wall_stamp = None
+        clock.stamp = datetime.fromisoformat(stamp[1]) if stamp else None
+        if resumed := RESUMED.search(line):
+            clock.resume(int(resumed[1]))
+            continue
         record = JSON_LINE.search(line)
         record = parse_json(record[0]) if record else None
-        seconds = SIMPLE_WALL.search(line)
-        if seconds or (record and "wall" in record):
-            wall, wall_stamp = float(seconds[1] if seconds else record["wall"]), stamp
+        if simple := SIMPLE_WALL.search(line):
+            clock.tick(int(simple[1]), float(simple[2]))
+            continue
+        if record and {"wall", "num_updates"} <= record.keys():
+            clock.tick(int(record["num_updates"]), float(record["wall"]))
             continue
         name, values = parse_json_validation(record) if record else parse_simple_validation(line)
         if values is None or name != (subset or name):
             continue
         subset = name
-        # Training goes on between fairseq's last "wall" and the validation.
-        after = (stamp - wall_stamp).total_seconds() if stamp and wall_stamp else 0
         updates = int(float(values["num_updates"]))
         found[updates] = Validation(
             updates=updates,
             loss=float(values.get("nll_loss", values["loss"])),
             in_bits="ppl" in values,
-            minutes=None if wall is None else (wall + after) / 60,
+            minutes=clock.minutes(updates),
         )
     if not found:
         raise ValueError(f"{path} has no validation line of fairseq-train (simple or json log format)")

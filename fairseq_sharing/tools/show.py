@@ -13,6 +13,7 @@ Examples:
 
 import logging
 import re
+import warnings
 
 HELP = "show the assignment and parameter counts of an architecture or a checkpoint"
 CANNOT_SHOW = (
@@ -82,10 +83,15 @@ def parse_architecture(arch: str, flags: list[str]):
         if issubclass(ARCH_MODEL_REGISTRY[arch], model)
         for word in ("--task", name)
     ]
-    args = options.parse_args_and_arch(options.get_training_parser(), ["", *task, "--arch", arch, *flags])
-    if "speech_to_text" in task:
-        args.input_feat_per_channel = 80  # as the task sets it from the data, fairseq's default
-    return convert_namespace_to_omegaconf(args).model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # hydra's, about its own future
+        parser = options.get_training_parser()
+        args, unknown = options.parse_args_and_arch(parser, ["", *task, "--arch", arch, *flags], parse_known=True)
+        if unknown:
+            raise ValueError(f"--arch {arch} has no {unknown[0]} among fairseq-train's flags")
+        if "speech_to_text" in task:
+            args.input_feat_per_channel = 80  # as the task sets it from the data, fairseq's default
+        return convert_namespace_to_omegaconf(args).model
 
 
 def can_show(arch: str) -> bool:
