@@ -333,6 +333,20 @@ def test_classification_heads_are_dropped_or_taken():
     assert torch.equal(predicted, expected)
 
 
+def test_a_head_learns_through_shared_layers():
+    """Labels that only the encoder can tell apart, since <s> is the same in every sentence."""
+    model = build("albert_encoder", *TINY, "--dropout", "0", "--attention-dropout", "0").train()
+    model.register_classification_head("mood", num_classes=2)
+    tokens, labels = random_tokens(sentences=6), torch.tensor([0, 1, 1, 0, 1, 0])
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(200):
+        loss = torch.nn.functional.cross_entropy(model(tokens, classification_head_name="mood")[0], labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.1
+
+
 # --- flags ---
 
 
