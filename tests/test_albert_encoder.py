@@ -1,17 +1,19 @@
 """The invariants of `albert_encoder`, its published counts, Hugging Face's ALBERT beside it, and fairseq's commands."""
 
-import lzma
 import math
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PLUGIN, REPOSITORY, build_dictionary, read_corpus, run
+from conftest import PLUGIN, REPOSITORY, build_dictionary, run
 from fairseq import options
 from fairseq.checkpoint_utils import load_model_ensemble_and_task
 from fairseq.models import ARCH_MODEL_REGISTRY, build_model
 from fairseq.models.roberta import RobertaHubInterface, RobertaModel
+from omegaconf import OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_sharing.checkpoint import RECORD
@@ -331,6 +333,20 @@ def test_classification_heads_are_dropped_or_taken():
     assert torch.equal(predicted, expected)
 
 
+def test_a_head_learns_through_shared_layers():
+    """Labels that only the encoder can tell apart, since <s> is the same in every sentence."""
+    model = build("albert_encoder", *TINY, "--dropout", "0", "--attention-dropout", "0").train()
+    model.register_classification_head("mood", num_classes=2)
+    tokens, labels = random_tokens(sentences=6), torch.tensor([0, 1, 1, 0, 1, 0])
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(200):
+        loss = torch.nn.functional.cross_entropy(model(tokens, classification_head_name="mood")[0], labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.1
+
+
 # --- flags ---
 
 
@@ -356,6 +372,18 @@ def test_contradictions_are_refused_while_parsing(flags, sentence, caplog):
     with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
         parse("albert_encoder", *flags)
     assert str(caught.value) in caplog.messages
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_yaml_gets_the_preset_of_its_architecture(size):
+    """fairseq-hydra-train gives a DictConfig that holds only what was written."""
+    written = {"_name": f"albert_encoder{size}", "encoder_unique_layers": 3, "sharing_parts": "ffn"}
+    with FakeTensorMode():
+        model = build_model(OmegaConf.create(written), SimpleNamespace(source_dictionary=build_dictionary()))
+    layers, width, _, heads = SIZES[size]
+    assert len(layers_of(model)) == layers and layers_of(model)[0].self_attn.num_heads == heads
+    assert model.encoder.lm_head.dense.weight.shape == (128, width)
+    assert str(layers_of(model).sharing).endswith("(ffn only)") and len(set(layers_of(model).sharing.assignment)) == 3
 
 
 # --- Hugging Face's ALBERT, random weights carried over ---
@@ -475,31 +503,13 @@ def test_the_twin_notices_another_activation_and_epsilon():
 # --- fairseq's commands on real text ---
 
 
-def read_reviews(split: str, number: int) -> list[tuple[str, str]]:
-    """Return the first (label, sentence) pairs of the shipped film reviews."""
-    with lzma.open(REPOSITORY / "examples" / "masked_lm" / "data" / f"{split}.tsv.xz", "rt", encoding="utf-8") as file:
-        return [tuple(line.rstrip("\n").split("\t")) for line in file][:number]
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Real English, in pieces and binarised: running text for pretraining, film reviews with labels for fine-tuning."""
-    import sentencepiece
-
     folder = tmp_path_factory.mktemp("text")
-    reviews = {split: read_reviews(split, number) for split, number in (("train", 200), ("valid", 40))}
-    lines = [line for line in read_corpus("train", "en") if 4 < len(line.split()) < 25]
-    plain = {"train": lines[:800], "valid": lines[-80:]}
-    (folder / "spm.txt").write_text("\n".join([*plain["train"], *(text for _, text in reviews["train"])]) + "\n")
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "spm.txt"), model_prefix=str(folder / "spm"), vocab_size=400, minloglevel=2
-    )
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spm.model"))
-    for split in ("train", "valid"):
-        for name, sentences in (("text", plain[split]), ("input0", [text for _, text in reviews[split]])):
-            pieces = (" ".join(processor.encode(sentence, out_type=str)) for sentence in sentences)
-            (folder / f"{split}.{name}").write_text("\n".join(pieces) + "\n", encoding="utf-8")
-        (folder / f"{split}.label").write_text("\n".join(label for label, _ in reviews[split]) + "\n")
+    script = [sys.executable, REPOSITORY / "examples" / "masked_lm" / "prepare.py"]
+    arguments = ["--out", folder, "--vocabulary", "400", "--most-lines", "500"]
+    subprocess.run([*script, *arguments], check=True, capture_output=True)
     for name, destination in (("text", "bin"), ("input0", "reviews/input0"), ("label", "reviews/label")):
         dictionary = ["--srcdict", folder / "bin" / "dict.txt"] if name == "input0" else []
         prefixes = ["--trainpref", folder / f"train.{name}", "--validpref", folder / f"valid.{name}"]
@@ -528,15 +538,15 @@ def validation(output: str, what: str) -> list[float]:
 def test_pretrain_resume_finetune_and_use(text, tmp_path, capsys):
     masked_lm = [
         *("--task", "masked_lm", "--criterion", "masked_lm", "--sample-break-mode", "eos"),
-        *("--tokens-per-sample", 128, "--max-tokens", 2000, "--dropout", 0, "--warmup-updates", 10),
+        *("--tokens-per-sample", 512, "--max-tokens", 2000, "--dropout", 0, "--warmup-updates", 10),
     ]
-    output = train_encoder(text / "bin", tmp_path / "mlm", *masked_lm, "--max-epoch", 2)
+    output = train_encoder(text / "bin", tmp_path / "mlm", *masked_lm, "--max-epoch", 1)
     assert output.count("encoder: 4 layers from 2 parameter sets (sequence): 0 0 1 1;") == 1
-    resumed = train_encoder(text / "bin", tmp_path / "mlm", *masked_lm, "--max-epoch", 4)
-    assert "Loaded checkpoint" in resumed and "(epoch 3 @" in resumed
+    resumed = train_encoder(text / "bin", tmp_path / "mlm", *masked_lm, "--max-epoch", 3)
+    assert "Loaded checkpoint" in resumed and "(epoch 2 @" in resumed
     losses = [*validation(output, "loss"), *validation(resumed, "loss")]
     symbols = len((text / "bin" / "dict.txt").read_text("utf-8").splitlines()) + 5  # with fairseq's four and <mask>
-    assert len(losses) == 4 and sorted(losses, reverse=True) == losses and losses[-1] < math.log2(symbols)
+    assert len(losses) == 3 and sorted(losses, reverse=True) == losses and losses[-1] < math.log2(symbols)
     expected = (
         (symbols + 514 + 2) * 32  # rows of symbols and positions, LayerNorm
         + (32 * 64 + 64)
@@ -574,16 +584,13 @@ def test_pretrain_resume_finetune_and_use(text, tmp_path, capsys):
         bpe="sentencepiece",
         sentencepiece_model=str(text / "spm.model"),
     ).eval()
-    reviews = read_reviews("valid", 40)
-    classes = classifier.task.label_dictionary
-    guesses = [
-        classes.string(
-            [classifier.predict("sentence_classification_head", classifier.encode(review)).argmax() + classes.nspecial]
-        )
-        for _, review in reviews
-    ]
-    right = sum(guess == label for guess, (label, _) in zip(guesses, reviews, strict=True))
-    assert abs(100 * right / len(reviews) - validation(tuned, "accuracy")[-1]) < 0.1  # as fairseq counted them
+    dictionary, classes = classifier.task.source_dictionary, classifier.task.label_dictionary
+    right, labels = 0, (text / "valid.label").read_text("utf-8").split()
+    for pieces, label in zip((text / "valid.input0").read_text("utf-8").splitlines(), labels, strict=True):
+        tokens = dictionary.encode_line(f"<s> {pieces}", add_if_not_exist=False).long()
+        guess = classifier.predict("sentence_classification_head", tokens).argmax() + classes.nspecial
+        right += classes[int(guess)] == label
+    assert abs(100 * right / len(labels) - validation(tuned, "accuracy")[-1]) < 0.1  # as fairseq counted them
 
     assert main(["show", "--path", str(pretrained)]) == 0
     shown = capsys.readouterr().out

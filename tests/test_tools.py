@@ -178,6 +178,29 @@ def test_show_speech_to_text(tmp_path, capsys):
     assert "encoder: 12 layers, each with its own parameters" in capsys.readouterr().out
 
 
+def test_the_readmes_table_of_masked_language_models_is_true():
+    readme = (REPOSITORY / "README.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(albert_encoder\w*)` \|(.*)\|$", readme, re.MULTILINE)
+    assert len(rows) == 5
+    for arch, cells in rows:
+        layers, sets, widths, heads, embed, unique, unshared = (cell.strip() for cell in cells.split("|"))
+        args = parse_architecture(arch, [])
+        assert (layers, sets) == (str(args.encoder_layers), str(args.encoder_unique_layers))
+        assert widths == f"{args.encoder_embed_dim} / {args.encoder_ffn_embed_dim}"
+        assert (heads, embed) == (str(args.encoder_attention_heads), str(args.factorized_embed_dim))
+        counts = count_components(build_without_memory(args, 30_000, 30_000))
+        assert (unique, unshared) == tuple(f"{sum(row[column] for row in counts):,}" for column in (1, 2))
+
+
+@pytest.mark.parametrize("arch", ["albert_encoder", "albert_encoder_large"])
+def test_show_a_masked_language_model(capsys, arch):
+    """RoBERTa keeps its layers elsewhere."""
+    assert main(["show", "--arch", arch, "--encoder-layers", "6", "--encoder-unique-layers", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "encoder: 6 layers from 3 parameter sets" in shown and "set   0 0 1 1 2 2" in shown
+    assert "decoder" not in shown and "embeddings and output" in shown
+
+
 def test_show_leaves_the_log_alone(capsys, caplog):
     fails(capsys, "show", "--arch", "transformer_shared_cycle", "--encoder-unique-layers", "40")
     assert not caplog.messages
