@@ -21,7 +21,7 @@ SETTINGS = {
     "translation/cycle_rev": ["dataset.max_tokens=1200"],
     "language_modeling/sequence_wiki103": ["task.tokens_per_sample=32", "dataset.max_tokens=512"],
     "speech_to_text/sequence_librispeech": ["dataset.max_tokens=5000"],
-    "masked_lm/albert_base": ["task.tokens_per_sample=32", "dataset.batch_size=8"],
+    "masked_lm/albert_base": ["task.tokens_per_sample=200", "dataset.batch_size=8"],
 }
 PICTURES = {
     "translation/cycle_rev": "0 1 2 3 4 5 5 4 3 2 1 0",
@@ -70,10 +70,10 @@ def test_example_trains(name, sources, request, tmp_path):
         [
             *("fairseq-hydra-train", "--config-dir", REPOSITORY / "examples" / family / "config"),
             *("--config-name", config, f"task.data={data}", f"checkpoint.save_dir={tmp_path}/save"),
-            *("common.fp16=false", "+common.cpu=true", "optimization.max_update=2", "optimization.update_freq=[1]"),
+            *("common.fp16=false", "common.cpu=true", "optimization.max_update=2", "optimization.update_freq=[1]"),
             *(f"model.{setting}" for setting in TINY_MODEL[name]),
             *SETTINGS[name],
-            *("+dataset.num_workers=0", f"hydra.run.dir={tmp_path}/hydra"),
+            *("dataset.num_workers=0", f"hydra.run.dir={tmp_path}/hydra"),
         ],
         cwd=REPOSITORY,
     )
