@@ -14,12 +14,12 @@ from fairseq_sharing.models.s2t_transformer_shared import SharedS2TTransformerMo
 CLIPS = REPOSITORY / "examples" / "speech_to_text" / "data"
 REV = "s2t_transformer_shared_cycle_rev_s"
 SIZES = [
-    *("--encoder-layers", 6, "--encoder-unique-layers", 3, "--decoder-layers", 4, "--decoder-unique-layers", 2),
+    *("--encoder-layers", 6, "--encoder-unique-layers", 3, "--decoder-layers", 6, "--decoder-unique-layers", 2),
     *("--encoder-embed-dim", 96, "--encoder-ffn-embed-dim", 192, "--conv-channels", 96),
 ]
 SHARED = [
     "encoder: 6 layers from 3 parameter sets (cycle_rev): 0 1 2 2 1 0;",
-    "decoder: 4 layers from 2 parameter sets (cycle_rev): 0 1 1 0;",
+    "decoder: 6 layers from 2 parameter sets (cycle_rev): 0 1 0 1 1 0;",
 ]
 
 
@@ -27,7 +27,7 @@ def prepare(out, *flags):
     """Prepare the twenty shipped training clips, as training, validation and test part at once."""
     parts = [word for part in ("train", "valid", "test") for word in (f"--{part}", CLIPS / "train.tsv")]
     command = [sys.executable, REPOSITORY / "scripts" / "prepare_speech.py", "--audio-root", CLIPS, *parts]
-    subprocess.run([*map(str, command), "--vocab-size", "80", "--out", str(out), *flags], check=True)
+    subprocess.run([*map(str, command), "--vocab-type", "char", "--out", str(out), *flags], check=True)
     return out
 
 
@@ -71,8 +71,9 @@ def overfitted(plain, tmp_path_factory):
     """A shared model that knows twenty real utterances by heart, averaged over its last checkpoints."""
     save_dir = tmp_path_factory.mktemp("overfitted")
     log = train(
-        *(plain, save_dir, "--criterion", "label_smoothed_cross_entropy", "--dropout", 0, "--max-update", 360),
-        *("--validate-interval", 30, "--save-interval", 5, "--keep-last-epochs", 5),
+        *(plain, save_dir, "--criterion", "label_smoothed_cross_entropy", "--max-update", 450),
+        *("--dropout", 0.1, "--attention-dropout", 0, "--activation-dropout", 0),
+        *("--validate-interval", 75, "--save-interval", 5, "--keep-last-epochs", 5),
     )
     assert all(log.count(line) == 1 for line in SHARED)
     averaged = save_dir / "averaged.pt"
@@ -81,14 +82,11 @@ def overfitted(plain, tmp_path_factory):
 
 
 def test_an_overfitted_model_decodes_what_it_learned(plain, overfitted):
-    """A wrong cache in a shared layer would train as well and decode to a word error rate near 100."""
     error_rate, hypotheses = word_error_rate(plain, overfitted)
     texts = [line.split("\t")[1] for line in (CLIPS / "train.tsv").read_text("utf-8").splitlines()[1:]]
     assert error_rate < 10
     assert len(hypotheses) == 20
     assert sum(hypotheses[number] == text for number, text in enumerate(texts)) >= 16
-    one_by_one, same = word_error_rate(plain, overfitted, "--batch-size", 1)
-    assert one_by_one < 10 and same.keys() == hypotheses.keys()
 
 
 def test_show_reads_the_checkpoint(overfitted):
@@ -100,15 +98,34 @@ def test_show_reads_the_checkpoint(overfitted):
     assert next(line for line in shown.splitlines() if line.startswith("total")).split()[1] == f"{number:,}"
 
 
-def test_from_pretrained_rebuilds_the_model(plain, overfitted):
-    """The hub's own filterbanks need torchaudio; the features of the data do not."""
+def test_the_scores_of_decoding_are_those_of_a_full_forward_pass(plain, overfitted):
+    """The word error rate alone would not tell: a model that knows few sentences by heart survives wrong caches.
+
+    The same parameters, first in six layer objects, then in two: only the attention caches differ. The model comes from
+    `from_pretrained`, whose own filterbanks need torchaudio; the features of the data do not.
+    """
     hub = SharedS2TTransformerModel.from_pretrained(str(overfitted.parent), overfitted.name, str(plain))
-    assert str(hub.model.encoder.transformer_layers.sharing) == "0 1 2 2 1 0"
+    layers = hub.model.decoder.layers
+    assert str(layers.sharing) == "0 1 0 1 1 0"
     hub.task.load_dataset("test")
     dataset = hub.task.dataset("test")
     samples = [dataset.collater([dataset[number]]) for number in range(5)]
     found = [hub.get_prediction(hub.task, hub.model, hub.generator, sample) for sample in samples]
     assert sum(text == expected for text, expected in zip(found, dataset.tgt_texts, strict=False)) >= 4
+
+    @torch.no_grad()
+    def difference(sample) -> float:
+        hypothesis = hub.generator.generate([hub.model], sample)[0][0]
+        tokens = hypothesis["tokens"]
+        inputs = torch.cat([tokens.new_tensor([dataset.tgt_dict.eos()]), tokens[:-1]])[None]
+        output = hub.model(sample["net_input"]["src_tokens"], sample["net_input"]["src_lengths"], inputs)
+        full = hub.model.get_normalized_probs(output, log_probs=True)[0].gather(1, tokens[:, None])[:, 0]
+        return float((hypothesis["positional_scores"] - full).abs().max())
+
+    assert max(map(difference, samples)) < 1e-3
+    for index, owner in enumerate(layers.sharing.owners):
+        layers[index] = layers[owner]
+    assert max(map(difference, samples)) > 0.05
 
 
 def test_ctc_specaugment_freezing_resuming_and_a_pretrained_encoder(augmented, tmp_path):
