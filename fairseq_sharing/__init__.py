@@ -9,6 +9,7 @@ mechanism, `sharing`, ties an existing stack of layers to it; the models are fai
     checkpoint     one copy of each tensor when saving, ties restored and compared when loading
     options        flags -> assignment
     shared_model   what every model adds to fairseq's: flags, tie, hooks
+    architecture   defaults and checks that the architectures have in common
     upstream       the few changes to fairseq itself
     models         one file per registered model
     tools          the command ``fairseq-sharing``

@@ -81,40 +81,6 @@ def add_layernorm_args(parser) -> None:
     gen_parser_from_dataclass(parser, LayerNormConfig(), delete_default=True)
 
 
-def check_adaptive_softmax(args) -> None:
-    """Refuse an adaptive softmax with a tied output: fairseq trains such a model and cannot load its checkpoint."""
-    for name in ("share_all_embeddings", "share_decoder_input_output_embed"):
-        if args.adaptive_softmax_cutoff is not None and getattr(args, name, False):
-            refuse(
-                f"--adaptive-softmax-cutoff {as_text(args.adaptive_softmax_cutoff)} has an output of its own and "
-                f"cannot be combined with --{name.replace('_', '-')}: fairseq could not load the checkpoint"
-            )
-
-
-def resolve_factorized_embedding(args, *widths: str) -> None:
-    """Give fairseq's own options for a narrower embedding the value of --factorized-embed-dim, where it is given.
-
-    Args:
-        args: arguments before the architecture's other defaults.
-        widths: names of the options that must be E, such as ``decoder_output_dim``.
-
-    Raises:
-        ValueError: E is below 1, or one of those options was given another value.
-    """
-    args.factorized_embed_dim = width = getattr(args, "factorized_embed_dim", None)
-    if width is None:
-        return
-    if width < 1:
-        refuse(f"--factorized-embed-dim {width} must be at least 1")
-    if getattr(args, "adaptive_input", False):
-        refuse(f"--factorized-embed-dim {width} cannot be combined with --adaptive-input, which is factorised already")
-    for name in widths:
-        given = getattr(args, name, None)
-        if given is not None and int(given) != width:
-            refuse(f"--{name.replace('_', '-')} {given} contradicts --factorized-embed-dim {width}")
-        setattr(args, name, width)
-
-
 def add_sharing_args(parser, stacks) -> None:
     """Add the flags of each stack (``encoder``, ``decoder``) and the common ones to a fairseq parser."""
     for stack in stacks:

@@ -14,7 +14,7 @@ LAYERS = [
     {"tools"},
     {"__init__"},
     {"models"},
-    {"shared_model"},
+    {"shared_model", "architecture"},
     {"options", "checkpoint", "upstream"},
     {"sharing", "embedding"},
     {"strategies"},

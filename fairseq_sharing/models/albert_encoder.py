@@ -16,6 +16,7 @@ from fairseq.modules import LayerNorm
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import nn
 
+from ..architecture import check_heads, set_defaults
 from ..embedding import FactorizedEmbedding
 from ..options import add_factorized_args, add_layernorm_args, refuse, resolve_sharing
 from ..shared_model import SharedLayers
@@ -111,21 +112,13 @@ EMBED_DIM = 128
 POSITIONS = 512
 
 
-def set_defaults(args, **defaults) -> None:
-    """Set what the user did not."""
-    for name, value in defaults.items():
-        setattr(args, name, getattr(args, name, value))
-
-
 def check(args) -> None:
     """Refuse what does not fit together while parsing: fairseq would only notice after it has made --save-dir.
 
     Raises:
         ValueError: with the flags and their values.
     """
-    width, heads = args.encoder_embed_dim, args.encoder_attention_heads
-    if heads < 1 or width < 1 or width % heads:
-        refuse(f"--encoder-embed-dim {width} must be a multiple of --encoder-attention-heads {heads}")
+    check_heads(args, "encoder")
     if args.factorized_embed_dim < 1:
         refuse(f"--factorized-embed-dim {args.factorized_embed_dim} must be at least 1")
     if not args.layernorm_eps > 0:

@@ -23,7 +23,8 @@ from fairseq.models.speech_to_text.s2t_transformer import (
     s2t_transformer_s,
 )
 
-from ..options import add_factorized_args, refuse, resolve_factorized_embedding, resolve_sharing
+from ..architecture import check_heads, resolve_factorized_embedding, set_defaults
+from ..options import add_factorized_args, refuse, resolve_sharing
 from ..shared_model import SharedLayers, share_stack
 
 
@@ -101,18 +102,9 @@ def librispeech(args) -> None:
     base_architecture(args)
 
 
-def set_defaults(args, **defaults) -> None:
-    """Set what the user did not."""
-    for name, value in defaults.items():
-        setattr(args, name, getattr(args, name, value))
-
-
 def check(args) -> None:
     """Refuse sizes that cannot be right while parsing: fairseq would only notice after it has made --save-dir."""
-    for stack in ("encoder", "decoder"):
-        width, heads = getattr(args, f"{stack}_embed_dim"), getattr(args, f"{stack}_attention_heads")
-        if heads < 1 or width < 1 or width % heads:
-            refuse(f"--{stack}-embed-dim {width} must be a multiple of --{stack}-attention-heads {heads}")
+    check_heads(args, "encoder", "decoder")
     output_dim = int(args.decoder_output_dim)  # text, when it came from the command line
     if args.share_decoder_input_output_embed and output_dim != (args.factorized_embed_dim or args.decoder_embed_dim):
         refuse(

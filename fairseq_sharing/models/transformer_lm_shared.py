@@ -15,7 +15,8 @@ from fairseq.models.transformer_lm import (
     transformer_lm_baevski_wiki103,
 )
 
-from ..options import check_adaptive_softmax, extend_config, refuse, resolve_factorized_embedding, resolve_sharing
+from ..architecture import check_adaptive_softmax, check_heads, resolve_factorized_embedding, set_defaults
+from ..options import extend_config, refuse, resolve_sharing
 from ..shared_model import SharedLayers
 
 
@@ -46,9 +47,7 @@ def check(args) -> None:
     Raises:
         ValueError: with the flags and their values.
     """
-    width, heads = args.decoder_embed_dim, args.decoder_attention_heads
-    if heads < 1 or width < 1 or width % heads:
-        refuse(f"--decoder-embed-dim {width} must be a multiple of --decoder-attention-heads {heads}")
+    check_heads(args, "decoder")
     check_adaptive_softmax(args)
     if args.share_decoder_input_output_embed and args.decoder_input_dim != args.decoder_output_dim:
         refuse(
@@ -91,8 +90,7 @@ def register_architecture(name: str, preset: str, upstream_architecture, **width
     globals()[name] = register_model(name, dataclass=config)(model)  # by its name, so that it can be pickled
 
     def architecture(args):
-        for key, value in given.items():
-            setattr(args, key, getattr(args, key, value))
+        set_defaults(args, **given)
         resolve_factorized_embedding(args, "decoder_input_dim", "decoder_output_dim")
         upstream_architecture(args)
         check(args)

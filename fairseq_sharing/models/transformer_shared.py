@@ -13,8 +13,9 @@ from fairseq.models.transformer.transformer_legacy import (
     transformer_wmt_en_de_big,
 )
 
+from ..architecture import check_adaptive_softmax, check_heads, resolve_factorized_embedding, set_defaults
 from ..embedding import ProjectedEmbedding
-from ..options import add_factorized_args, check_adaptive_softmax, refuse, resolve_factorized_embedding, resolve_sharing
+from ..options import add_factorized_args, refuse, resolve_sharing
 from ..shared_model import SharedLayers
 from ..upstream import check_data_folder
 
@@ -62,18 +63,9 @@ PRESETS = {
 }
 
 
-def set_defaults(args, **defaults) -> None:
-    """Set what the user did not."""
-    for name, value in defaults.items():
-        setattr(args, name, getattr(args, name, value))
-
-
 def check_widths(args) -> None:
     """Refuse widths that do not fit together here: fairseq would only notice after it has made --save-dir."""
-    for stack in ("encoder", "decoder"):
-        width, heads = getattr(args, f"{stack}_embed_dim"), getattr(args, f"{stack}_attention_heads")
-        if heads < 1 or width < 1 or width % heads:
-            refuse(f"--{stack}-embed-dim {width} must be a multiple of --{stack}-attention-heads {heads}")
+    check_heads(args, "encoder", "decoder")
     check_adaptive_softmax(args)
     tied = args.share_all_embeddings or args.share_decoder_input_output_embed
     output_dim = int(args.decoder_output_dim)  # text, when it came from the command line
