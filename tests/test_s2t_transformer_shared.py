@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import test_transformer_shared as translation
 import torch
 from conftest import build_dictionary, parse
 from fairseq.criterions.label_smoothed_cross_entropy_with_ctc import (
@@ -207,25 +208,9 @@ def test_every_preset_and_size_is_registered():
 # --- 5. stepwise decoding equals the full forward pass ---
 
 
-def assert_stepwise_equals_full(model, steps: int = 6) -> None:
-    """Decode step by step, reordering each clip's beams with repetition, against a full forward pass."""
-    generator = torch.Generator().manual_seed(3)
-    beams, sentences = 3, 2
-    batch = random_batch(sentences=sentences)
-    encoder_out = model.encoder(batch["src_tokens"], batch["src_lengths"])
-    repeated = torch.arange(sentences).repeat_interleave(beams)
-    encoder_out = model.encoder.reorder_encoder_out(encoder_out, repeated)
-    tokens = random_batch(sentences=beams * sentences, length=steps)["prev_output_tokens"]
-    state = {}
-    for step in range(1, steps + 1):
-        if step > 1:
-            order = repeated * beams + torch.randint(0, beams, (len(repeated),), generator=generator)
-            tokens = tokens[order]
-            model.decoder.reorder_incremental_state_scripting(state, order)
-        stepwise = model.decoder(tokens[:, :step], encoder_out=encoder_out, incremental_state=state)
-        full = model.decoder(tokens[:, :step], encoder_out=encoder_out)
-        difference = (normalised(model, stepwise)[:, -1] - normalised(model, full)[:, -1]).abs().max()
-        assert difference < 1e-4, (step, difference)
+def assert_stepwise_equals_full(model) -> None:
+    """Decode step by step, reordering each clip's beams, as translation does."""
+    translation.assert_stepwise_equals_full(model, make_batch=random_batch)
 
 
 @pytest.mark.parametrize(("arch", "flags"), ARCHS)

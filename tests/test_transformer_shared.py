@@ -169,11 +169,11 @@ def test_every_preset_and_size_is_registered():
 # --- 5. stepwise decoding equals the full forward pass ---
 
 
-def assert_stepwise_equals_full(model, steps: int = 6) -> None:
+def assert_stepwise_equals_full(model, steps: int = 6, make_batch=random_batch) -> None:
     """Decode step by step, reordering each sentence's beams with repetition, against a full forward pass."""
     generator = torch.Generator().manual_seed(3)
     beams, sentences = 3, 2
-    batch = random_batch(sentences=beams * sentences, length=steps)
+    batch = make_batch(sentences=beams * sentences, length=steps)
     encoder_out = model.encoder(batch["src_tokens"][:sentences], batch["src_lengths"][:sentences])
     repeated = torch.arange(sentences).repeat_interleave(beams)
     encoder_out = model.encoder.reorder_encoder_out(encoder_out, repeated)
