@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 
 PARTS = ("train", "valid", "test")
+STOPPED = []  # not empty once SIGTERM has come
 NUM_BINS = 80
 # The way in which fairseq reads its manifests; quotes are ordinary characters.
 TSV = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None, "doublequote": False, "lineterminator": "\n"}
@@ -330,12 +331,24 @@ def prepare(args) -> None:
         for part, clips in parts.items():
             write_manifest(partial / f"{part}.tsv", clips, features)
         unknown = check_written(partial, parts)
+        if STOPPED:
+            sys.exit(143)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     for part, clips in parts.items():
         seconds = sum(features[clip["audio"]][1] for clip in clips) / 100
         print(f"{part}: {len(clips):,} clips, {seconds / 60:.1f} minutes, {unknown[part]} unknown pieces")
+
+
+def stop(*_) -> None:
+    """End the program by an exception, so that `prepare` cleans up.
+
+    Python swallows an exception raised while it runs certain callbacks, and extensions turn it into others: STOPPED
+    remembers that it was raised.
+    """
+    STOPPED.append(True)
+    sys.exit(143)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -358,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sample-rate", type=int, default=16000, metavar="HZ", help="default: 16000")
     parser.add_argument("--resample", action="store_true", help="resample audio of other rates instead of refusing it")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that `prepare` cleans up
+    signal.signal(signal.SIGTERM, stop)
     try:
         prepare(args)
     except KeyboardInterrupt:
@@ -367,6 +380,10 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"prepare_speech.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BaseException:
+        if STOPPED:
+            return 143
+        raise
     return 0
 
 

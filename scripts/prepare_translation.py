@@ -35,6 +35,7 @@ from pathlib import Path
 
 PARTS = ("train", "valid", "test")
 MANIFEST = "prepared.json"
+STOPPED = []  # not empty once SIGTERM has come
 # What some reader takes for the end of a line beside "\n": universal newlines, str.splitlines, text editors.
 LINE_BREAKS = re.compile("[\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029]")
 
@@ -358,6 +359,16 @@ def prepare(args, out: Path, wanted: dict) -> dict:
     return counts
 
 
+def stop(*_) -> None:
+    """End the program by an exception, so that `run` cleans up.
+
+    Python swallows an exception raised while it runs certain callbacks, and extensions turn it into others: STOPPED
+    remembers that it was raised.
+    """
+    STOPPED.append(True)
+    sys.exit(143)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], epilog="Files may be plain text or .xz, one sentence a line, UTF-8."
@@ -421,6 +432,8 @@ def run(args) -> None:
     partial.mkdir(parents=True)
     try:
         counts = prepare(args, partial, wanted)
+        if STOPPED:
+            sys.exit(143)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -431,7 +444,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     check_args(parser, args)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that `run` cleans up
+    signal.signal(signal.SIGTERM, stop)
     try:
         if args.check:
             check_model_fits(args.spm_model, args.check)
@@ -447,6 +460,10 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{parser.prog}: stopped; nothing was written", file=sys.stderr)
         return 130
+    except BaseException:
+        if STOPPED:
+            return 143
+        raise
     return 0
 
 

@@ -224,3 +224,27 @@ def test_wrong_folders_are_refused(tmp_path, capsys):
     (tmp_path / "latin.tsv").write_bytes("audio\ttext\na.wav\tschön\n".encode("latin-1"))
     argv[argv.index(tmp_path / "no.tsv")] = tmp_path / "latin.tsv"
     assert "is not UTF-8" in fails(capsys, out, *argv)
+
+
+@pytest.mark.parametrize("python", ["raises it", "swallows it", "makes it another error"])
+def test_a_stopped_preparation_leaves_nothing(tmp_path, monkeypatch, python):
+    real = prepare_speech.write_vocabulary
+
+    def write_vocabulary(*args):
+        real(*args)
+        try:
+            prepare_speech.stop()
+        except SystemExit:
+            if python == "raises it":
+                raise
+            if python == "makes it another error":
+                raise ImportError("from an extension") from None
+
+    monkeypatch.setattr(prepare_speech, "write_vocabulary", write_vocabulary)
+    monkeypatch.setattr(prepare_speech, "STOPPED", [])
+    try:
+        status = prepare_speech.main(command(tmp_path / "out"))
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 143
+    assert not list(tmp_path.iterdir())

@@ -203,6 +203,30 @@ def test_stopped_preparation_leaves_nothing(corpus, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("python", ["raises it", "swallows it", "makes it another error"])
+def test_a_stop_is_heeded_whatever_python_makes_of_it(corpus, tmp_path, monkeypatch, python):
+    module = load_script()
+    real = module.binarise
+
+    def binarise(*args):
+        real(*args)
+        try:
+            module.stop()
+        except SystemExit:
+            if python == "raises it":
+                raise
+            if python == "makes it another error":
+                raise ImportError("from an extension") from None
+
+    monkeypatch.setattr(module, "binarise", binarise)
+    try:
+        status = module.main([str(word) for word in flags(corpus, tmp_path / "out")])
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 143
+    assert not list(tmp_path.iterdir())
+
+
 def test_line_breaks_inside_a_sentence_do_not_shift_lines(tmp_path):
     module = load_script()
     path = tmp_path / "odd.en"
