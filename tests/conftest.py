@@ -2,13 +2,11 @@
 
 import argparse
 import lzma
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import Command
 from fairseq import options, utils
 from fairseq.data import Dictionary
 from fairseq.models import build_model
@@ -83,38 +81,18 @@ def short_pairs(count: int, most_words: int = 12) -> list[tuple[str, str]]:
     return short[:count]
 
 
-def run(command: list, cwd=None, check: bool = True, **env: str) -> str:
+def run(command: list, check: bool = True, **options) -> str:
     """Run one of the environment's commands; return standard output, then standard error.
 
-    fairseq's commands are run as ``fairseq-train`` and so on, ours as ``fairseq-sharing``.
+    ``options`` are those of :class:`Command`: folder, environment, limits.
     """
-    program, *arguments = map(str, command)
-    modules = {"fairseq-sharing": "fairseq_sharing.tools.main", "sacrebleu": "sacrebleu"}
-    module = modules.get(program, "fairseq_cli." + program.removeprefix("fairseq-").replace("-", "_"))
-    result = subprocess.run(
-        [sys.executable, "-c", RUN_MODULE, module, *arguments],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    output = f"{result.stdout}\n{result.stderr}"
-    if check and result.returncode != 0:
-        raise AssertionError(f"{' '.join(map(str, command))} exited with {result.returncode}:\n{output[-6000:]}")
-    if not check and result.returncode == 0:
+    status, out, err = Command(command, **options).wait()
+    output = f"{out}\n{err}"
+    if check and status != 0:
+        raise AssertionError(f"{' '.join(map(str, command))} exited with {status}:\n{output[-6000:]}")
+    if not check and status == 0:
         raise AssertionError(f"{' '.join(map(str, command))} should have failed:\n{output[-6000:]}")
     return output
-
-
-# What the console scripts do: import the module, call its entry point.
-RUN_MODULE = """
-import importlib, sys
-name = sys.argv.pop(1)
-sys.argv[0] = name
-module = importlib.import_module(name + ".sacrebleu" if name == "sacrebleu" else name)
-sys.exit(getattr(module, "cli_main", getattr(module, "main", None))())
-"""
 
 
 def train_command(data, save_dir, arch: str, *flags) -> list:

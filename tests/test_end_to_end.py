@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -276,24 +277,11 @@ def test_overriding_the_sharing_when_decoding_is_refused(data, trained):
 
 def test_a_full_disk_keeps_the_old_checkpoint(data, trained, tmp_path):
     """A limit on the size of files stands for the full disk: the write fails half-way."""
-    import resource
-    import shutil
-    import subprocess
-    import sys
-
-    from conftest import RUN_MODULE
-
     save_dir = tmp_path / "save"
     shutil.copytree(trained, save_dir)
     before = {path.name: path.read_bytes() for path in save_dir.iterdir()}
     command = [*train_command(data, save_dir, "transformer_shared_cycle_rev", *FOUR_FROM_TWO), "--max-update", 6]
     limit = len(before["checkpoint_last.pt"]) // 2
-    result = subprocess.run(
-        [sys.executable, "-c", RUN_MODULE, "fairseq_cli.train", *map(str, command[1:])],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode != 0
-    assert "cannot write checkpoint" in result.stdout and "checkpoints written before are untouched" in result.stdout
+    output = run(command, largest_file=limit, check=False)
+    assert "cannot write checkpoint" in output and "checkpoints written before are untouched" in output
     assert {path.name: path.read_bytes() for path in save_dir.iterdir()} == before
