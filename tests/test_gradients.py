@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
-from conftest import FOUR_FROM_TWO, TINY, build, random_batch, run, train_command
+from conftest import FOUR_FROM_TWO, PLUGIN, TINY, build, random_batch, run, train_command
 
 from fairseq_sharing.gradients import measure_gradient_norms
+from fairseq_sharing.tools.gradients import read_norms
+from fairseq_sharing.tools.main import main
 
 REV = "transformer_shared_cycle_rev"
 NO_DROPOUT = ["--dropout", "0"]
@@ -74,3 +76,30 @@ def test_training_logs_them_and_is_not_changed(data, tmp_path):
 
     saved = [torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=True) for name in ("plain", "logged")]
     assert all(torch.equal(value, saved[1]["model"][key]) for key, value in saved[0]["model"].items())
+
+    (tmp_path / "train.log").write_text(logged, encoding="utf-8")
+    for name in ("norms.png", "norms.svg"):
+        assert main(["gradients", str(tmp_path / "train.log"), "--out", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).stat().st_size > 5000
+    norms, sets = read_norms(tmp_path / "train.log")
+    assert sets == {"encoder": ["0", "1", "1", "0"], "decoder": ["0", "1", "1", "0"]}
+    assert norms["decoder"][3] == [float(line["gnorm_decoder_3"]) for line in lines]
+
+
+SIMPLE = "| INFO | train_inner | epoch 001:      2 / 9 loss=9, gnorm=2, gnorm_encoder_0=0.5, gnorm_encoder_1=1e-3"
+
+
+def test_the_picture_reads_the_simple_format_and_refuses_other_files(tmp_path, capsys):
+    log, out = tmp_path / "train.log", tmp_path / "norms.png"
+    log.write_text(f"{SIMPLE}\n", encoding="utf-8")
+    assert read_norms(log) == ({"encoder": {0: [0.5], 1: [0.001]}}, {})
+    assert main(["gradients", str(log), "--out", str(out)]) == 0
+    for arguments, sentence in (
+        ([log, "--out", out], "exists"),
+        ([log, "--out", tmp_path / "norms.pdf"], "must end in .png or .svg"),
+        ([tmp_path / "none", "--out", tmp_path / "new.png"], "cannot read"),
+        ([PLUGIN / "sharing.py", "--out", tmp_path / "new.png"], "--log-layer-gradient-norms"),
+    ):
+        assert main(["gradients", *map(str, arguments)]) == 2
+        assert sentence in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "new.png").exists()
