@@ -20,11 +20,13 @@ from torch.nn import functional
 
 logger = logging.getLogger(__name__)
 
-NORMS = (
-    "self_attn_layer_norm",
-    "encoder_attn_layer_norm",
-    "final_layer_norm",
-)  # in the order in which a layer runs them
+# The LayerNorm behind each residual sublayer, in the order in which a layer runs them, and the matrices with which that
+# sublayer reads what is scaled (cross-attention takes keys and values from the encoder).
+READERS = {
+    "self_attn_layer_norm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "encoder_attn_layer_norm": ("encoder_attn.q_proj",),
+    "final_layer_norm": ("fc1",),
+}
 SCALE = "residual_scale"
 
 
@@ -84,7 +86,7 @@ def scale_residuals(layers: nn.ModuleList, method: str) -> None:
     present = [
         (layers[index], name)
         for index in range(len(layers))  # by index: iterating over a LayerDropModuleList skips layers
-        for name in NORMS
+        for name in READERS
         if getattr(layers[index], name, None) is not None
     ]
     n = len(present)
@@ -98,7 +100,7 @@ def scale_residuals(layers: nn.ModuleList, method: str) -> None:
 
 def list_scalings(layers: nn.ModuleList) -> list[ScaledResidualNorm]:
     """Return the scaled LayerNorms of a stack in the order in which they run."""
-    norms = [getattr(layers[index], name, None) for index in range(len(layers)) for name in NORMS]
+    norms = [getattr(layers[index], name, None) for index in range(len(layers)) for name in READERS]
     return [norm for norm in norms if isinstance(norm, ScaledResidualNorm)]
 
 
@@ -166,50 +168,39 @@ def measure_once(model: nn.Module, args: tuple, kwargs: dict) -> None:
         measure_residual_scales(model, model.STACKS, args, kwargs)
 
 
-@torch.no_grad()
-def fold_scalings(layers: nn.ModuleList) -> torch.Tensor:
+def fold_scalings(weights: dict[str, torch.Tensor], stack: str) -> torch.Tensor:
     """Turn scaled layers into plain Post-LN layers that compute the same, exactly.
 
     Omega of a sublayer goes into weight and bias of the LayerNorm before it, and is divided out of the matrices with
     which the sublayer reads: what travels along the residual connection then is omega * x.
 
     Args:
-        layers: a stack that went through `scale_residuals` and shares nothing (`untie_layers`); changed in place.
+        weights: a state dict in which every layer has all its tensors; changed in place, its tensors are not.
+        stack: where the layers are, such as ``encoder.layers``.
 
     Returns:
         Omega of the first sublayer, of width C: what the stack reads must be multiplied by it.
 
     Raises:
-        ValueError: an entry of omega is so small that dividing by it would lose precision, or the layers attend to
-            themselves and to the encoder at once.
+        ValueError: an entry of omega is so small that dividing by it would lose precision.
     """
-    norms = list_scalings(layers)
-    smallest = min(norm.omega.abs().min().item() for norm in norms)
-    if smallest < 1e-3:
-        raise ValueError(f"a residual scaling has an entry of {smallest:.1e}, too small to be divided out")
-    first, previous = norms[0].omega.clone(), None
-    for index in range(len(layers)):
-        layer = layers[index]
-        if getattr(layer, "cross_self_attention", False):
-            raise ValueError("residual scalings cannot be divided out of --cross-self-attention")
-        readers = {
-            "self_attn_layer_norm": [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
-            "encoder_attn_layer_norm": [layer.encoder_attn.q_proj] if getattr(layer, "encoder_attn", None) else [],
-            "final_layer_norm": [layer.fc1],
-        }
-        for name in NORMS:
-            norm = getattr(layer, name, None)
-            if norm is None:
+    first = previous = None
+    depth = 1 + max(int(key.split(".")[2]) for key in weights if key.startswith(f"{stack}."))
+    for layer in (f"{stack}.{index}" for index in range(depth)):
+        for name, readers in READERS.items():
+            norm = f"{layer}.{name}"
+            if f"{norm}.{SCALE}" not in weights:
                 continue
-            for linear in readers[name]:
-                linear.weight.div_(norm.omega)
-            if previous is not None:
-                previous.weight.mul_(norm.omega)
-                previous.bias.mul_(norm.omega)
-            previous = nn.LayerNorm(norm.normalized_shape, norm.eps)
-            previous.weight, previous.bias = norm.weight, norm.bias
-            setattr(layer, name, previous)
-        del layer.residual_connection
+            omega = weights.pop(f"{norm}.{SCALE}").double() + weights.pop(f"{norm}.residual_delta").double()
+            if omega.abs().min() < 1e-3:
+                raise ValueError(
+                    f"the residual scaling of {norm} has an entry of {omega.abs().min():.1e}, too small to be divided out"
+                )
+            for key in (f"{layer}.{reader}.weight" for reader in readers):
+                weights[key] = (weights[key].double() / omega).to(weights[key].dtype)
+            for key in (f"{previous}.weight", f"{previous}.bias") if previous else ():
+                weights[key] = (weights[key].double() * omega).to(weights[key].dtype)
+            first, previous = omega if first is None else first, norm
     return first
 
 

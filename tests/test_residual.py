@@ -13,7 +13,6 @@ from fairseq.optim.fp16_optimizer import FP16Optimizer
 from torch.nn import functional
 
 from fairseq_sharing.residual import ScaledResidualNorm, fold_scalings, is_measured, list_scalings
-from fairseq_sharing.sharing import untie_layers
 
 REV = "transformer_shared_cycle_rev"
 UNSHARED = [
@@ -263,25 +262,18 @@ def test_stepwise_decoding_torchscript_and_copies_compute_the_same():
 
 @pytest.mark.parametrize("sharing", SHARINGS)
 def test_folding_gives_plain_layers_that_compute_the_same(sharing):
-    model = build(REV, *TINY, *SHARINGS[sharing], "--residual-scaling", "admin-static")
+    model = build(REV, *TINY, *SHARINGS[sharing], "--residual-scaling", "admin-static", "--layernorm-embedding")
     vary(model)
-    for layers, length in zip(stacks(model), (7, 6), strict=True):
-        x = torch.randn(length, 3, 16, generator=torch.Generator().manual_seed(2))
-        encoder_out = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(4))
-        inputs = (None,) if layers is model.encoder.layers else (encoder_out,)
-
-        def run_stack(x, layers=layers, inputs=inputs):
-            for index in range(4):
-                output = layers[index](x, *inputs)
-                x = output[0] if isinstance(output, tuple) else output
-            return x
-
-        expected = run_stack(x)
-        untie_layers(layers)
-        folded = run_stack(x * fold_scalings(layers))
-        assert torch.allclose(folded, expected, atol=1e-5)
-        assert not list_scalings(layers)
-        assert not any("residual" in name for name in layers.state_dict())
+    weights = {name: value.detach() for name, value in model.named_parameters(remove_duplicate=False)}
+    weights |= dict(model.named_buffers())
+    for stack in ("encoder", "decoder"):
+        omega = fold_scalings(weights, f"{stack}.layers").float()
+        for leaf in ("weight", "bias"):
+            weights[f"{stack}.layernorm_embedding.{leaf}"] = weights[f"{stack}.layernorm_embedding.{leaf}"] * omega
+    plain = build("transformer", *TINY, *UNSHARED[:4], "--layernorm-embedding")
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict() if name in weights}, strict=False)
+    assert not any("residual" in name for name in weights)
+    assert torch.allclose(plain(**random_batch())[0], model(**random_batch())[0], atol=1e-5)
 
 
 def test_folding_refuses_what_it_would_lose():
@@ -289,8 +281,8 @@ def test_folding_refuses_what_it_would_lose():
     norm = model.encoder.layers[1].final_layer_norm
     with torch.no_grad():
         norm.residual_delta[3] = -norm.residual_scale
-    with pytest.raises(ValueError, match="too small to be divided out"):
-        fold_scalings(model.encoder.layers)
+    with pytest.raises(ValueError, match=r"encoder.layers.1.final_layer_norm has an entry of .*, too small"):
+        fold_scalings(model.state_dict(), "encoder.layers")
 
 
 # --- checkpoints ---
