@@ -192,10 +192,9 @@ def fold_scalings(weights: dict[str, torch.Tensor], stack: str) -> torch.Tensor:
             if f"{norm}.{SCALE}" not in weights:
                 continue
             omega = weights.pop(f"{norm}.{SCALE}").double() + weights.pop(f"{norm}.residual_delta").double()
-            if omega.abs().min() < 1e-3:
-                raise ValueError(
-                    f"the residual scaling of {norm} has an entry of {omega.abs().min():.1e}, too small to be divided out"
-                )
+            smallest = omega.abs().min().item()
+            if smallest < 1e-3:
+                raise ValueError(f"the scaling in {norm} has an entry of {smallest:.1e}, too small to be divided out")
             for key in (f"{layer}.{reader}.weight" for reader in readers):
                 weights[key] = (weights[key].double() / omega).to(weights[key].dtype)
             for key in (f"{previous}.weight", f"{previous}.bias") if previous else ():
