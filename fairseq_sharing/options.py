@@ -39,13 +39,20 @@ class StackSharingConfig(FairseqDataclass):
 
 @dataclass
 class SharingPartsConfig(FairseqDataclass):
-    """What all stacks of a model have in common."""
+    """What all stacks of a model have in common: what is shared, and what is logged about it."""
 
     sharing_parts: str = field(
         default=",".join(ALL_PARTS),
         metadata={
             "help": "parts of a layer that are shared: any of attention, ffn, norm. With attention or ffn alone, "
             "the LayerNorms of that sublayer are shared with it"
+        },
+    )
+    log_layer_gradient_norms: bool = field(
+        default=False,
+        metadata={
+            "help": "log the gradient norm that each layer contributes, shared or not, every --log-interval updates; "
+            "costs one more forward and backward pass of an unshared copy each time"
         },
     )
 
@@ -69,6 +76,24 @@ class LayerNormConfig(FairseqDataclass):
     layernorm_eps: Optional[float] = field(
         default=None, metadata={"help": "epsilon of every LayerNorm of the model (ALBERT: 1e-12, RoBERTa: 1e-05)"}
     )
+
+
+@dataclass
+class ResidualScalingConfig(FairseqDataclass):
+    """How residual connections are scaled."""
+
+    residual_scaling: ChoiceEnum(["none", "admin", "admin-static"]) = field(
+        default="none",
+        metadata={
+            "help": "scale the residual connections of Post-LN layers: admin measures the scalings on the first "
+            "training batch, admin-static takes them from the number of layers"
+        },
+    )
+
+
+def add_residual_args(parser) -> None:
+    """Add the flag of residual scaling to a fairseq parser."""
+    gen_parser_from_dataclass(parser, ResidualScalingConfig(), delete_default=True)
 
 
 def add_factorized_args(parser) -> None:
@@ -102,7 +127,9 @@ def extend_config(base: type, name: str, stacks, **defaults) -> type:
     """
     added = [(f"{stack}_{each.name}", each) for stack in stacks for each in fields(StackSharingConfig)]
     added += [
-        (each.name, each) for config in (SharingPartsConfig, FactorizedEmbeddingConfig) for each in fields(config)
+        (each.name, each)
+        for config in (SharingPartsConfig, FactorizedEmbeddingConfig, ResidualScalingConfig)
+        for each in fields(config)
     ]
     known = {each.name: each for each in fields(base)} | dict(added)
     specified = []
@@ -186,6 +213,21 @@ def resolve_sharing(args, stack: str, strategy: str, num_unique: int) -> None:
         setattr(args, f"{stack}_sharing", "none")
         setattr(args, f"{stack}_unique_layers", None)
         setattr(args, f"{stack}_assignment", None)
+
+
+def resolve_residual_scaling(args, *stacks: str) -> None:
+    """Leave how residual connections are scaled in ``args``.
+
+    Raises:
+        ValueError: a stack is Pre-LN.
+    """
+    args.residual_scaling = method = str(getattr(args, "residual_scaling", "none"))
+    for stack in stacks:
+        if method != "none" and getattr(args, f"{stack}_normalize_before", False):
+            refuse(
+                f"--residual-scaling {method} is for Post-LN layers and cannot be combined with "
+                f"--{stack}-normalize-before"
+            )
 
 
 def as_text(value) -> str | None:

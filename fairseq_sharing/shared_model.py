@@ -3,8 +3,13 @@
 import logging
 from typing import ClassVar
 
+from fairseq import utils
+from fairseq.logging import metrics
+
 from .checkpoint import register_checkpoint_hooks
+from .gradients import measure_gradient_norms
 from .options import add_sharing_args, as_namespace, get_sharing
+from .residual import list_scalings, measure_once, register_residual_check, scale_residuals
 from .sharing import count_saved, share_layers
 
 logger = logging.getLogger(__name__)
@@ -36,8 +41,13 @@ class SharedLayers:
             args = as_namespace(args)
         model = super().build_model(args, task)
         model.startup_lines = []
+        if getattr(args, "log_layer_gradient_norms", False):
+            model.after_update = log_gradient_norms
         for stack, path in cls.STACKS.items():
             layers = model.get_submodule(path)
+            method = str(getattr(args, "residual_scaling", "none"))
+            if method != "none":
+                scale_residuals(layers, method)
             share_stack(layers, args, stack)
             strategy = getattr(args, f"{stack}_sharing") or "assignment"
             model.startup_lines.append(format_stack(stack, strategy, layers))
@@ -45,10 +55,38 @@ class SharedLayers:
 
     def train(self, mode: bool = True):
         """Switch to training; the first time, log the picture of each stack. Decoding never gets here."""
-        if mode:
-            for line in self.__dict__.pop("startup_lines", []):
+        if mode and "startup_lines" in self.__dict__:
+            for line in self.__dict__.pop("startup_lines"):
                 logger.info(line)
+            if any(list_scalings(self.get_submodule(path)) for path in self.STACKS.values()):
+                self.residual_hook = self.register_forward_pre_hook(measure_once, with_kwargs=True)
         return super().train(mode)
+
+
+def log_gradient_norms(trainer, samples: list) -> None:
+    """Log the gradient norm that each layer contributes, every --log-interval updates, on the first worker.
+
+    They are those of the update's first batch at the parameters after the update, divided like fairseq's own ``gnorm``
+    by the batch's size (tokens or sentences).
+
+    Args:
+        trainer: fairseq's trainer, after an update.
+        samples: the batches of that update.
+    """
+    if not trainer.is_data_parallel_master or trainer.get_num_updates() % trainer.cfg.common.log_interval:
+        return
+    sample, _ = trainer._prepare_sample(samples[0])
+    sample = utils.apply_to_sample(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, sample)
+
+    def compute_loss(model):
+        loss, sample_size, _ = trainer.get_criterion()(model, sample)
+        return loss / sample_size
+
+    model = trainer.get_model()
+    with metrics.aggregate(new_root=True):  # what the criterion logs is not this update's
+        norms = measure_gradient_norms(model, model.STACKS, compute_loss)
+    for name, norm in norms.items():
+        metrics.log_scalar(f"gnorm_{name}", norm, priority=2000, round=4)
 
 
 def share_stack(layers, args, stack: str) -> None:
@@ -61,6 +99,7 @@ def share_stack(layers, args, stack: str) -> None:
         sharing = get_sharing(args, stack)
         share_layers(layers, sharing.assignment, sharing.parts)
         register_checkpoint_hooks(layers)
+        register_residual_check(layers)
 
 
 def format_stack(stack: str, strategy: str, layers) -> str:

@@ -25,6 +25,8 @@ NORMS_OF = {
     "norm": set(),
 }
 ALL_PARTS = tuple(PARTS)
+# Each of the N layers keeps its own, whatever is shared, as in the authors' code: the residual scalings of Admin.
+NEVER_SHARED = "residual_delta"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ def is_shared(name: str, parts: Iterable[str]) -> bool:
     Raises:
         ValueError: only some parts are shared and the parameter belongs to none that is known.
     """
+    if name.endswith(NEVER_SHARED):
+        return False
     parts = set(parts)
     if parts == set(ALL_PARTS):
         return True
@@ -129,6 +133,15 @@ def tie_layers(layers: nn.ModuleList) -> None:
     for index, owner in enumerate(layers.sharing.owners):  # by index: iterating over a LayerDropModuleList skips layers
         if index != owner:
             tie(layers[owner], layers[index], layers.sharing.parts, f"layers {owner} and {index}")
+
+
+def untie_layers(layers: nn.ModuleList) -> None:
+    """Give every borrower a copy of its own of what it borrows: the stack computes the same and shares nothing."""
+    for index, _, name in shared_names(layers):
+        path, _, leaf = name.rpartition(".")
+        module = layers[index].get_submodule(path)
+        setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().clone()))
+    layers.sharing = Sharing(tuple(range(len(layers))), layers.sharing.parts)
 
 
 def tie(owner: nn.Module, borrower: nn.Module, parts: Iterable[str], what: str) -> None:

@@ -17,6 +17,7 @@ from fairseq import checkpoint_utils, utils
 from fairseq.data import data_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
+from fairseq.logging import metrics
 from fairseq.models.ema.ema import EMA
 from fairseq.tasks.translation import TranslationTask
 from fairseq.trainer import Trainer
@@ -169,13 +170,15 @@ def first_names(state_dict: dict) -> dict:
 
 
 def decay_each_tensor_once(step):
-    """Update the moving average of a tied embedding once, not once for every name it has.
+    """Update the moving average of a tied embedding once, not once for every name it has, and copy buffers.
 
     Upstream multiplies in place, name by name: with --share-all-embeddings the embedding decays three times per update.
+    It averages buffers too, which stops at those of integers; torch's own AveragedModel copies them.
     """
 
     @functools.wraps(step)
     def wrapper(self, new_model, *args, **kwargs):
+        self.skip_keys = {*self.skip_keys, *(name for name, _ in new_model.named_buffers())}
         listed = types.SimpleNamespace(state_dict=lambda: first_names(new_model.state_dict()))
         return step(self, listed, *args, **kwargs)
 
@@ -220,6 +223,25 @@ def tell_why_loading_failed(load_checkpoint):
             if error.__context__ is not None:
                 error.add_note(f"The reason: {error.__context__}")
             raise
+
+    return wrapper
+
+
+def tell_model_about_update(train_step):
+    """Call the model's ``after_update(trainer, samples)`` after each update, if it has one.
+
+    A model of upstream's learns neither of the criterion nor of the number of updates.
+    """
+
+    @functools.wraps(train_step)
+    def wrapper(self, samples, *args, **kwargs):
+        before = self.get_num_updates()
+        output = train_step(self, samples, *args, **kwargs)
+        after_update = getattr(self.get_model(), "after_update", None)
+        if after_update is not None and self.get_num_updates() > before:
+            with metrics.aggregate("train"):  # as in the function that is wrapped
+                after_update(self, samples)
+        return output
 
     return wrapper
 
@@ -291,4 +313,5 @@ def apply() -> None:
     replace(EMA, "_step_internal", decay_each_tensor_once)
     replace(EMA, "build_fp32_params", keep_fp32_once)
     replace(Trainer, "load_checkpoint", tell_why_loading_failed)
+    replace(Trainer, "train_step", tell_model_about_update)
     replace(TranslationTask, "setup_task", setup_task_checked)

@@ -47,11 +47,11 @@ def parse(arch: str, *flags: str) -> argparse.Namespace:
     return options.parse_args_and_arch(options.get_training_parser(), ["", "--arch", arch, *flags])
 
 
-def build(arch: str, *flags: str, seed: int = 1):
+def build(arch: str, *flags: str, seed: int = 1, vocabulary: int = 40):
     """Build a translation model as fairseq-train does, in evaluation mode."""
     args = parse(arch, *flags)
     torch.manual_seed(seed)
-    dictionary = build_dictionary()
+    dictionary = build_dictionary(vocabulary)
     model = build_model(args, TranslationTask(args, dictionary, dictionary))
     return model.eval()
 

@@ -16,7 +16,8 @@ LAYERS = [
     {"models"},
     {"shared_model", "architecture"},
     {"options", "checkpoint", "upstream"},
-    {"sharing", "embedding"},
+    {"embedding", "residual", "gradients"},
+    {"sharing"},
     {"strategies"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -9,7 +9,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 
 from fairseq_sharing.checkpoint import RECORD
 from fairseq_sharing.models.transformer_shared import PRESETS, SIZES
-from fairseq_sharing.tools.main import main
+from fairseq_sharing.tools.main import COMMANDS, main
 from fairseq_sharing.tools.show import build_without_memory, count_components, parse_architecture
 
 REV = ("transformer_shared_cycle_rev", *TINY, *FOUR_FROM_TWO)
@@ -330,7 +330,7 @@ def test_average_refuses(folder, capsys):
 
 
 def test_every_command_has_help_with_an_example(capsys):
-    for command in ("path", "show", "average", "curves"):
+    for command in COMMANDS:
         with pytest.raises(SystemExit) as caught:
             main([command, "--help"])
         shown = capsys.readouterr().out

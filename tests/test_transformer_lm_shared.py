@@ -349,6 +349,7 @@ def test_hydra_trains_from_yaml(text, tmp_path):
               decoder_attention_heads: 4
               decoder_layers: 3
               decoder_assignment: "0,1,0"
+              residual_scaling: admin
             """
         )
     )
@@ -357,4 +358,5 @@ def test_hydra_trains_from_yaml(text, tmp_path):
         cwd=REPOSITORY,
     )
     assert "decoder: 3 layers from 2 parameter sets (assignment): 0 1 0;" in output
+    assert "decoder: residual scalings measured on the first batch: 1.00 " in output
     assert evaluate(text, tmp_path / "save" / "checkpoint_best.pt") > 1

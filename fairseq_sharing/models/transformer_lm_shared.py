@@ -16,7 +16,7 @@ from fairseq.models.transformer_lm import (
 )
 
 from ..architecture import check_adaptive_softmax, check_heads, resolve_factorized_embedding, set_defaults
-from ..options import extend_config, refuse, resolve_sharing
+from ..options import extend_config, refuse, resolve_residual_scaling, resolve_sharing
 from ..shared_model import SharedLayers
 
 
@@ -37,6 +37,8 @@ class SharedLanguageModel(SharedLayers, TransformerLanguageModel):
             args.decoder_input_dim = args.decoder_output_dim = args.factorized_embed_dim
         resolve_factorized_embedding(args, "decoder_input_dim", "decoder_output_dim")
         check(args)
+        if str(getattr(args, "residual_scaling", "none")) != "none":
+            args.decoder_normalize_before = False  # YAML cannot tell upstream's default from what was asked for
         resolve_sharing(args, "decoder", *cls.PRESET)
         return super().build_model(args, task)
 
@@ -92,7 +94,12 @@ def register_architecture(name: str, preset: str, upstream_architecture, **width
     def architecture(args):
         set_defaults(args, **given)
         resolve_factorized_embedding(args, "decoder_input_dim", "decoder_output_dim")
-        upstream_architecture(args)
+        if hasattr(args, "decoder_normalize_before"):  # typed; its default makes the flag turn it off
+            args.decoder_normalize_before = True
+        resolve_residual_scaling(args, "decoder")
+        upstream_architecture(args)  # makes it Pre-LN, whatever the flags say
+        if args.residual_scaling != "none":
+            args.decoder_normalize_before = False
         check(args)
         resolve_sharing(args, "decoder", strategy, num_unique)
 

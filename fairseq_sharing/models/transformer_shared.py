@@ -15,7 +15,7 @@ from fairseq.models.transformer.transformer_legacy import (
 
 from ..architecture import check_adaptive_softmax, check_heads, resolve_factorized_embedding, set_defaults
 from ..embedding import ProjectedEmbedding
-from ..options import add_factorized_args, refuse, resolve_sharing
+from ..options import add_factorized_args, add_residual_args, refuse, resolve_residual_scaling, resolve_sharing
 from ..shared_model import SharedLayers
 from ..upstream import check_data_folder
 
@@ -30,9 +30,10 @@ class SharedTransformerModel(SharedLayers, TransformerModel):
 
     @classmethod
     def add_args(cls, parser):
-        """Add the flag of the factorised embedding too."""
+        """Add the flags of the factorised embedding and of residual scaling too."""
         super().add_args(parser)
         add_factorized_args(parser)
+        add_residual_args(parser)
 
     @classmethod
     def build_embedding(cls, args, dictionary, embed_dim, path=None):
@@ -110,6 +111,7 @@ def register_architecture(preset: str, size: str) -> None:
         if not hasattr(args, "_name"):  # parsing a command line, not rebuilding a model whose data may be elsewhere
             check_data(args)
         check_widths(args)
+        resolve_residual_scaling(args, "encoder", "decoder")
         for stack in ("encoder", "decoder"):
             resolve_sharing(args, stack, strategy, num_unique)
 
