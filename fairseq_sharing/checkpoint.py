@@ -67,10 +67,32 @@ def drop_borrowed(layers: nn.ModuleList, state_dict: dict, prefix: str, local_me
     state_dict[prefix + RECORD] = encode_sharing(layers.sharing)
 
 
+def check_before_loading(model: nn.Module) -> None:
+    """Let a model, and each part of it that holds a shared stack, compare all its stacks before it loads anything.
+
+    Torch copies module by module: without this, what comes before a refused stack would be overwritten already.
+    """
+    for module in model.modules():
+        if not hasattr(module, "checks_stacks") and list(stacks_below(module)):
+            module.checks_stacks = True
+            module.register_load_state_dict_pre_hook(restore_below)
+
+
+def stacks_below(module: nn.Module):
+    """Yield name and layers of each shared stack inside a module."""
+    yield from ((name, layers) for name, layers in module.named_modules() if name and hasattr(layers, "sharing"))
+
+
+def restore_below(module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
+    """Do the work of `restore_borrowed` for each stack inside a module (a hook that runs before loading)."""
+    for name, layers in stacks_below(module):
+        restore_borrowed(layers, state_dict, f"{prefix}{name}.")
+
+
 def restore_borrowed(layers: nn.ModuleList, state_dict: dict, prefix: str, *_) -> None:
     """Compare the record, then put the borrowed tensors back (a hook that runs before loading).
 
-    A file without record is welcome when it holds every alias and aliases agree.
+    A file without record is welcome when it holds every alias and aliases agree, and so is one that went through here.
 
     Raises:
         ValueError: the checkpoint's sharing is not this stack's.

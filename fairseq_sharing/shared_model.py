@@ -3,7 +3,7 @@
 import logging
 from typing import ClassVar
 
-from .checkpoint import register_checkpoint_hooks
+from .checkpoint import check_before_loading, register_checkpoint_hooks
 from .options import add_sharing_args, as_namespace, get_sharing
 from .sharing import count_saved, share_layers
 
@@ -41,6 +41,7 @@ class SharedLayers:
             share_stack(layers, args, stack)
             strategy = getattr(args, f"{stack}_sharing") or "assignment"
             model.startup_lines.append(format_stack(stack, strategy, layers))
+        check_before_loading(model)
         return model
 
     def train(self, mode: bool = True):
