@@ -186,7 +186,7 @@ def test_an_installed_copy_from_any_folder(tmp_path):
     for user_dir in ("fairseq_sharing", folder, f"{folder}/"):
         result = import_by(user_dir, tmp_path, path=[site])
         assert result.returncode == 0, result.stderr
-        assert result.stdout.strip() == str(site / "fairseq_sharing" / "__init__.py")
+        assert Path(result.stdout.strip()).resolve() == site / "fairseq_sharing" / "__init__.py"
     assert_explained(
         import_by("fairseq_sharing/", tmp_path, path=[site], code=CHOOSE_ARCH), "ValueError: Empty module name"
     )
@@ -199,7 +199,7 @@ import sys
 import torch
 from fairseq_cli.train import cli_main
 if __name__ == "__main__":
-    multiprocessing.set_start_method("spawn")
+    multiprocessing.set_start_method("spawn", force=True)
     torch.cuda.device_count = lambda: 2
     cli_main()
 """
