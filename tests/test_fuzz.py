@@ -57,12 +57,12 @@ def some_of(**options) -> st.SearchStrategy:
         "sharing-parts": st.sampled_from(
             ["attention", "ffn", "norm", "attention,ffn", "norm,ffn", "norm,attention", "ffn,ears"]
         ),
-        "factorized-embed-dim": st.sampled_from([0, 1, 8, 12, 16]),
+        "factorized-embed-dim": st.sampled_from([1, 8, 12, 12, 16, 16, 0]),
         "dropout": ZERO_OR_HALF,
         "attention-dropout": ZERO_OR_HALF,
         "activation-dropout": ZERO_OR_HALF,
         "activation-fn": st.sampled_from(["relu", "gelu", "gelu_accurate", "tanh", "linear", "swish"]),
-        "ddp-backend": st.sampled_from(["legacy_ddp", "legacy_ddp", "fully_sharded"]),
+        "ddp-backend": st.sampled_from([*["legacy_ddp"] * 9, "fully_sharded"]),
     }
     options = {name.replace("_", "-"): values for name, values in options.items()}
     return st.fixed_dictionaries({}, optional={**common, **options})
@@ -126,6 +126,10 @@ def check_one(build_one, arch: str, flags: list[str], stacks: list[str], run, de
 PRESETS = st.sampled_from(["sequence", "cycle", "cycle_rev", "universal"])
 WIDTHS = ["--encoder-embed-dim=12", "--encoder-ffn-embed-dim=8"]
 HEADS = ["--encoder-attention-heads=2", "--decoder-attention-heads=2"]
+QUANT_NOISE = {
+    "quant_noise_pq": st.sampled_from([0.0, 0.0, 0.2]),
+    "quant_noise_pq_block_size": st.sampled_from([1, 4, 4, 8]),
+}
 CUTOFFS = st.sampled_from(["10", "10,20", "30"])
 
 TRANSLATION = {
@@ -143,6 +147,7 @@ TRANSLATION = {
         no_scale_embedding=GIVEN,
         adaptive_softmax_cutoff=CUTOFFS,
         checkpoint_activations=GIVEN,
+        **QUANT_NOISE,
     ),
 }
 DECODER_ONLY = {"learned-pos": GIVEN, "layerdrop": ZERO_OR_HALF, "attention-heads": st.sampled_from([1, 2, 3])}
@@ -164,6 +169,7 @@ LANGUAGE_MODEL = {
         scale_heads=GIVEN,
         scale_resids=GIVEN,
         checkpoint_activations=GIVEN,
+        **QUANT_NOISE,
     ),
 }
 SPEECH_STACK = {"normalize-before": GIVEN, "attention-heads": st.sampled_from([1, 2, 3])}
@@ -176,8 +182,8 @@ SPEECH = {
         layernorm_embedding=GIVEN,
         no_scale_embedding=GIVEN,
         decoder_embed_dim=st.sampled_from([8, 12]),
-        conv_kernel_sizes=st.sampled_from(["3", "5,5", "4", "3,", "1,3,1"]),
-        conv_channels=st.sampled_from([2, 7, 8]),
+        conv_kernel_sizes=st.sampled_from(["3", "5,5", "1,3,1", "5,3", "4", "3,"]),
+        conv_channels=st.sampled_from([2, 4, 8, 8, 7]),
         conv_version=st.sampled_from(["s2t_transformer", "convtransformer"]),
     ),
 }
@@ -185,18 +191,16 @@ MASKED_STACK = {
     "normalize-before": GIVEN,
     "layerdrop": ZERO_OR_HALF,
     "attention-heads": st.sampled_from([1, 2, 3]),
-    "learned-pos": GIVEN,
 }
 MASKED_LM = {
     "encoder": stacks(MASKED_STACK),
     "common": some_of(
         encoder_embed_dim=st.sampled_from([8, 12]),
-        layernorm_eps=st.sampled_from(["1e-12", "1e-5", "0", "-1"]),
+        layernorm_eps=st.sampled_from(["1e-12", "1e-6", "1e-5", "1e-3", "0", "-1"]),
         untie_weights_roberta=GIVEN,
         max_positions=st.sampled_from([8, 32, 600]),
         pooler_dropout=ZERO_OR_HALF,
-        quant_noise_pq=st.sampled_from([0.0, 0.2]),
-        quant_noise_pq_block_size=st.sampled_from([1, 4]),
+        **QUANT_NOISE,
     ),
 }
 

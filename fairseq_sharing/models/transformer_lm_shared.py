@@ -15,7 +15,13 @@ from fairseq.models.transformer_lm import (
     transformer_lm_baevski_wiki103,
 )
 
-from ..architecture import check_adaptive_softmax, check_heads, resolve_factorized_embedding, set_defaults
+from ..architecture import (
+    check_adaptive_softmax,
+    check_heads,
+    check_quant_noise,
+    resolve_factorized_embedding,
+    set_defaults,
+)
 from ..options import extend_config, refuse, resolve_sharing
 from ..shared_model import SharedLayers
 
@@ -48,6 +54,7 @@ def check(args) -> None:
         ValueError: with the flags and their values.
     """
     check_heads(args, "decoder")
+    check_quant_noise(args, "decoder")
     check_adaptive_softmax(args)
     if args.share_decoder_input_output_embed and args.decoder_input_dim != args.decoder_output_dim:
         refuse(
