@@ -5,6 +5,7 @@ language modelling: Pre-LN, adaptive inputs and softmax, N=12, M=6 on WikiText-1
 """
 
 from argparse import Namespace
+from dataclasses import fields
 from typing import ClassVar
 
 from fairseq.models import ARCH_CONFIG_REGISTRY, register_model
@@ -37,6 +38,18 @@ class SharedLanguageModel(SharedLayers, TransformerLanguageModel):
     PRESET: ClassVar[tuple[str, int]]
 
     @classmethod
+    def add_args(cls, parser):
+        """Add fairseq's flags and those of sharing, each of which switches on what it names.
+
+        fairseq makes a flag switch off what the dataclass has on: --adaptive-input would undo ``_wiki103``'s.
+        """
+        super().add_args(parser)
+        on = {each.name for each in fields(getattr(cls, "__dataclass")) if each.default is True}
+        for action in parser._actions:
+            if action.dest in on and action.const is False:
+                action.const = True
+
+    @classmethod
     def build_model(cls, args, task):
         """Resolve the flags again, for configurations that came from YAML, then build and tie."""
         if args.factorized_embed_dim is not None:  # YAML leaves fairseq's options at the dataclass's defaults
@@ -61,6 +74,35 @@ def check(args) -> None:
             "--share-decoder-input-output-embed needs one width, but --decoder-input-dim is "
             f"{args.decoder_input_dim} and --decoder-output-dim is {args.decoder_output_dim}"
         )
+    check_adaptive_input(args)
+
+
+def check_adaptive_input(args) -> None:
+    """Refuse what an adaptive input cannot be combined with, where fairseq stops with a bare assertion.
+
+    Raises:
+        ValueError: with the flags and their values.
+    """
+    if args.adaptive_input:
+        if args.adaptive_input_cutoff is None:
+            refuse("--adaptive-input needs --adaptive-input-cutoff")
+        if args.share_decoder_input_output_embed:
+            refuse("--adaptive-input cannot be tied by --share-decoder-input-output-embed: use --tie-adaptive-weights")
+    if not args.tie_adaptive_weights:
+        return
+    if not args.adaptive_input:
+        refuse("--tie-adaptive-weights needs --adaptive-input")
+    for ours, theirs in (
+        ("adaptive_input_cutoff", "adaptive_softmax_cutoff"),
+        ("adaptive_input_factor", "adaptive_softmax_factor"),
+        ("decoder_input_dim", "decoder_output_dim"),
+    ):
+        one, other = getattr(args, ours), getattr(args, theirs)
+        if str(one) != str(other):
+            refuse(
+                f"--tie-adaptive-weights needs --{ours.replace('_', '-')} {one} and "
+                f"--{theirs.replace('_', '-')} {other} to be the same"
+            )
 
 
 # Name -> (strategy, N, M). With M=1 all strategies are one.
