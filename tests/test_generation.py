@@ -206,9 +206,17 @@ TEXT_ONLY = {
 }
 
 
-@pytest.mark.parametrize("name", EVERYWHERE)
-def test_every_way_to_search_gives_what_the_unshared_model_gives(family, name):
-    output = decode_alike(family, *EVERYWHERE[name])
+QUICK = ("one beam", "prefix", "sampling", "diverse groups")  # for every family in the ordinary suite
+WAYS = [
+    pytest.param(name, way, marks=[] if name == "translation" or way in QUICK else [pytest.mark.slow])
+    for name in ("translation", "language_model", "speech")
+    for way in EVERYWHERE
+]
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_every_way_to_search_gives_what_the_unshared_model_gives(name, way, request):
+    output = decode_alike(request.getfixturevalue(name), *EVERYWHERE[way])
     assert len(set(texts(output))) > 3  # not one text for everything
 
 

@@ -232,6 +232,10 @@ def test_the_resolved_configuration_shows_the_sharing():
             ["--share-decoder-input-output-embed", "--decoder-input-dim", "8"],
             "--decoder-input-dim is 8 and --decoder-output-dim is 512",
         ),
+        (
+            [*ADAPTIVE, "--decoder-input-dim", "12", "--decoder-output-dim", "12"],
+            "--adaptive-softmax-cutoff 10,20 divides --decoder-output-dim 12 by --adaptive-softmax-factor 4",
+        ),
         (["--tie-adaptive-weights"], "--tie-adaptive-weights needs --adaptive-input"),
         (["--adaptive-input"], "--adaptive-input needs --adaptive-input-cutoff"),
         (

@@ -18,6 +18,7 @@ from fairseq.models.transformer_lm import (
 
 from ..architecture import (
     check_adaptive_softmax,
+    check_bands,
     check_heads,
     check_quant_noise,
     resolve_factorized_embedding,
@@ -88,6 +89,7 @@ def check_adaptive_input(args) -> None:
             refuse("--adaptive-input needs --adaptive-input-cutoff")
         if args.share_decoder_input_output_embed:
             refuse("--adaptive-input cannot be tied by --share-decoder-input-output-embed: use --tie-adaptive-weights")
+        check_bands(args, "adaptive_input", "decoder_input_dim")
     if not args.tie_adaptive_weights:
         return
     if not args.adaptive_input:
