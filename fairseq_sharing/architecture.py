@@ -51,29 +51,6 @@ def check_adaptive_softmax(args) -> None:
                 f"--adaptive-softmax-cutoff {as_text(args.adaptive_softmax_cutoff)} has an output of its own and "
                 f"cannot be combined with --{name.replace('_', '-')}: fairseq could not load the checkpoint"
             )
-    if args.adaptive_softmax_cutoff is not None:
-        check_bands(args, "adaptive_softmax", "decoder_output_dim")
-
-
-def check_bands(args, kind: str, width: str) -> None:
-    """Refuse an adaptive input or softmax whose last band, width / factor^bands, would have no width left.
-
-    Args:
-        args: complete arguments.
-        kind: ``adaptive_input`` or ``adaptive_softmax``.
-        width: the name of the option that its first band is as wide as.
-
-    Raises:
-        ValueError: with both flags and values.
-    """
-    cutoffs, factor = as_text(getattr(args, f"{kind}_cutoff")), getattr(args, f"{kind}_factor")
-    least = factor ** (cutoffs.count(",") + 1)
-    if int(getattr(args, width)) < least:
-        option = kind.replace("_", "-")
-        refuse(
-            f"--{option}-cutoff {cutoffs} divides --{width.replace('_', '-')} {getattr(args, width)} by "
-            f"--{option}-factor {factor:g} once for each cutoff: it must be at least {least:g}"
-        )
 
 
 def resolve_factorized_embedding(args, *widths: str) -> None:

@@ -234,7 +234,7 @@ def test_the_resolved_configuration_shows_the_sharing():
         ),
         (
             [*ADAPTIVE, "--decoder-input-dim", "12", "--decoder-output-dim", "12"],
-            "--adaptive-softmax-cutoff 10,20 divides --decoder-output-dim 12 by --adaptive-softmax-factor 4",
+            "--adaptive-input-cutoff 10,20 divides --decoder-input-dim 12 by --adaptive-input-factor 4",
         ),
         (["--tie-adaptive-weights"], "--tie-adaptive-weights needs --adaptive-input"),
         (["--adaptive-input"], "--adaptive-input needs --adaptive-input-cutoff"),

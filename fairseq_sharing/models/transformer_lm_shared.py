@@ -18,13 +18,12 @@ from fairseq.models.transformer_lm import (
 
 from ..architecture import (
     check_adaptive_softmax,
-    check_bands,
     check_heads,
     check_quant_noise,
     resolve_factorized_embedding,
     set_defaults,
 )
-from ..options import extend_config, refuse, resolve_sharing
+from ..options import as_text, extend_config, refuse, resolve_sharing
 from ..shared_model import SharedLayers
 
 
@@ -89,7 +88,13 @@ def check_adaptive_input(args) -> None:
             refuse("--adaptive-input needs --adaptive-input-cutoff")
         if args.share_decoder_input_output_embed:
             refuse("--adaptive-input cannot be tied by --share-decoder-input-output-embed: use --tie-adaptive-weights")
-        check_bands(args, "adaptive_input", "decoder_input_dim")
+        least = args.adaptive_input_factor ** (as_text(args.adaptive_input_cutoff).count(",") + 1)
+        if args.decoder_input_dim < least:  # the last band would have no width
+            refuse(
+                f"--adaptive-input-cutoff {as_text(args.adaptive_input_cutoff)} divides --decoder-input-dim "
+                f"{args.decoder_input_dim} by --adaptive-input-factor {args.adaptive_input_factor:g} once for each "
+                f"cutoff: it must be at least {least:g}"
+            )
     if not args.tie_adaptive_weights:
         return
     if not args.adaptive_input:
