@@ -24,6 +24,25 @@ def check_heads(args, *stacks: str) -> None:
             refuse(f"--{stack}-embed-dim {width} must be a multiple of --{stack}-attention-heads {heads}")
 
 
+def check_quant_noise(args, *stacks: str) -> None:
+    """Refuse widths that are no multiple of the blocks of --quant-noise-pq: fairseq stops with an assertion.
+
+    Raises:
+        ValueError: with both flags and values.
+    """
+    size = getattr(args, "quant_noise_pq_block_size", None)
+    if not getattr(args, "quant_noise_pq", 0):
+        return
+    names = [f"{stack}_{width}" for stack in stacks for width in ("embed_dim", "ffn_embed_dim")]
+    for name in (*names, "factorized_embed_dim", "decoder_input_dim"):
+        width = getattr(args, name, None)
+        if width is not None and (size < 1 or int(width) % size):
+            refuse(
+                f"--quant-noise-pq-block-size {size} must divide --{name.replace('_', '-')} {width}, "
+                f"since --quant-noise-pq is {args.quant_noise_pq}"
+            )
+
+
 def check_adaptive_softmax(args) -> None:
     """Refuse an adaptive softmax with a tied output: fairseq trains such a model and cannot load its checkpoint."""
     for name in ("share_all_embeddings", "share_decoder_input_output_embed"):

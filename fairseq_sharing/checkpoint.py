@@ -14,6 +14,7 @@ import logging
 import torch
 from torch import nn
 
+from .residual import compare_scalings
 from .sharing import ALL_PARTS, Sharing, shared_names, tie_layers
 
 logger = logging.getLogger(__name__)
@@ -67,14 +68,37 @@ def drop_borrowed(layers: nn.ModuleList, state_dict: dict, prefix: str, local_me
     state_dict[prefix + RECORD] = encode_sharing(layers.sharing)
 
 
+def check_before_loading(model: nn.Module) -> None:
+    """Let a model, and each part of it that holds a shared stack, compare all its stacks before it loads anything.
+
+    Torch copies module by module: without this, what comes before a refused stack would be overwritten already.
+    """
+    for module in model.modules():
+        if not hasattr(module, "checks_stacks") and list(stacks_below(module)):
+            module.checks_stacks = True
+            module.register_load_state_dict_pre_hook(restore_below)
+
+
+def stacks_below(module: nn.Module):
+    """Yield name and layers of each shared stack inside a module."""
+    yield from ((name, layers) for name, layers in module.named_modules() if name and hasattr(layers, "sharing"))
+
+
+def restore_below(module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
+    """Do the work of `restore_borrowed` for each stack inside a module (a hook that runs before loading)."""
+    for name, layers in stacks_below(module):
+        restore_borrowed(layers, state_dict, f"{prefix}{name}.")
+
+
 def restore_borrowed(layers: nn.ModuleList, state_dict: dict, prefix: str, *_) -> None:
     """Compare the record, then put the borrowed tensors back (a hook that runs before loading).
 
-    A file without record is welcome when it holds every alias and aliases agree.
+    A file without record is welcome when it holds every alias and aliases agree, and so is one that went through here.
 
     Raises:
-        ValueError: the checkpoint's sharing is not this stack's.
+        ValueError: the checkpoint's sharing is not this stack's, or its residual connections are scaled otherwise.
     """
+    compare_scalings(layers, state_dict, prefix)
     stack = prefix.rstrip(".")
     record = state_dict.pop(prefix + RECORD, None)
     if record is not None and not layers.sharing.same_as(decode_sharing(record)):

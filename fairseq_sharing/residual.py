@@ -203,13 +203,8 @@ def fold_scalings(weights: dict[str, torch.Tensor], stack: str) -> torch.Tensor:
     return first
 
 
-def register_residual_check(layers: nn.ModuleList) -> None:
-    """Make a stack refuse a checkpoint whose residual connections are scaled otherwise."""
-    layers.register_load_state_dict_pre_hook(compare_scalings)
-
-
-def compare_scalings(layers: nn.ModuleList, state_dict: dict, prefix: str, *_) -> None:
-    """Refuse what has scalings where the stack has none, and the other way round (a hook that runs before loading).
+def compare_scalings(layers: nn.ModuleList, state_dict: dict, prefix: str) -> None:
+    """Refuse a state dict that has scalings where the stack has none, and the other way round.
 
     Raises:
         ValueError: the checkpoint's residual connections are not this stack's.

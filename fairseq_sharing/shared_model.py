@@ -6,10 +6,10 @@ from typing import ClassVar
 from fairseq import utils
 from fairseq.logging import metrics
 
-from .checkpoint import register_checkpoint_hooks
+from .checkpoint import check_before_loading, register_checkpoint_hooks
 from .gradients import measure_gradient_norms
 from .options import add_sharing_args, as_namespace, get_sharing
-from .residual import list_scalings, measure_once, register_residual_check, scale_residuals
+from .residual import list_scalings, measure_once, scale_residuals
 from .sharing import count_saved, share_layers
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class SharedLayers:
             share_stack(layers, args, stack)
             strategy = getattr(args, f"{stack}_sharing") or "assignment"
             model.startup_lines.append(format_stack(stack, strategy, layers))
+        check_before_loading(model)
         return model
 
     def train(self, mode: bool = True):
@@ -99,7 +100,6 @@ def share_stack(layers, args, stack: str) -> None:
         sharing = get_sharing(args, stack)
         share_layers(layers, sharing.assignment, sharing.parts)
         register_checkpoint_hooks(layers)
-        register_residual_check(layers)
 
 
 def format_stack(stack: str, strategy: str, layers) -> str:

@@ -13,7 +13,7 @@ import types
 
 import numpy as np
 import torch
-from fairseq import checkpoint_utils, utils
+from fairseq import checkpoint_utils, search, utils
 from fairseq.data import data_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
@@ -154,6 +154,24 @@ def keep_the_last_batch(batch_by_size):
             return batches
         rest = indices[sum(map(len, batches)) :]
         return [*batches, rest] if len(rest) else batches
+
+    return wrapper
+
+
+def find_rows_of_the_batch(step):
+    """Tell diverse beam search in which row of its batch a sentence is.
+
+    Upstream passes the sentences' numbers in the data and takes them for rows: fairseq-generate with
+    --diverse-beam-groups stops with an IndexError, or holds the words of one sentence against another.
+    """
+
+    @functools.wraps(step)
+    def wrapper(self, number, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):
+        if number == 0:
+            self.sentences = original_batch_idxs
+        if original_batch_idxs is not None:
+            original_batch_idxs = (original_batch_idxs[:, None] == self.sentences[None]).nonzero()[:, 1]
+        return step(self, number, lprobs, scores, prev_output_tokens, original_batch_idxs)
 
     return wrapper
 
@@ -309,6 +327,7 @@ def apply() -> None:
     replace(checkpoint_utils, "torch_persistent_save", save_or_explain)
     replace(distributed_utils, "_broadcast_object_slow", broadcast_with_torch)
     replace(data_utils, "batch_by_size", keep_the_last_batch)
+    replace(getattr(search, "DiverseBeamSearch", None), "step", find_rows_of_the_batch)
     replace(EMA, "restore", restore_with_versions)
     replace(EMA, "_step_internal", decay_each_tensor_once)
     replace(EMA, "build_fp32_params", keep_fp32_once)

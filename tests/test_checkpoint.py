@@ -6,6 +6,9 @@ import logging
 import pickle
 
 import pytest
+import test_albert_encoder as albert
+import test_s2t_transformer_shared as s2t
+import test_transformer_lm_shared as lm
 import torch
 from conftest import FOUR_FROM_TWO, TINY, TINY_ARCHS, build
 from fairseq import utils
@@ -17,6 +20,7 @@ from fairseq_sharing.checkpoint import RECORD, decode_sharing, encode_sharing
 from fairseq_sharing.sharing import Sharing
 
 REV = ("transformer_shared_cycle_rev", *TINY, *FOUR_FROM_TWO)
+LM = ("transformer_lm_shared_cycle", *lm.TINY, "--decoder-unique-layers", "2")
 UNSHARED = ["--encoder-sharing", "none", "--decoder-sharing", "none"]
 
 
@@ -134,6 +138,29 @@ def test_only_the_component_loads():
     arch, *common = REV
     with pytest.raises(ValueError, match="layers were saved shared as 0 1 0 1"):
         other.encoder.load_state_dict(build(arch, *common, "--encoder-sharing", "cycle").encoder.state_dict())
+
+
+# For each family how to build it, and a sharing that differs in the last stack that torch comes to.
+FAMILIES = {
+    "translation": (build, REV, "decoder", ["--decoder-sharing", "sequence"]),
+    "language model": (lm.build, LM, "decoder", ["--decoder-sharing", "sequence"]),
+    "speech": (s2t.build, (s2t.REV, *s2t.SETS), "decoder", ["--decoder-sharing", "sequence"]),
+    "masked LM": (albert.build, ("albert_encoder", *albert.TINY), "encoder", ["--encoder-unique-layers", "2"]),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_refused_file_changes_nothing(family, whole):
+    """Nor what torch would have loaded before it comes to the stack that does not fit, such as embeddings."""
+    build_one, common, part, other = FAMILIES[family]
+    model, stranger = build_one(*common, *other, seed=2), build_one(*common, seed=1)
+    loaded, saved = (each if whole else getattr(each, part) for each in (model, stranger))
+    before = {name: value.clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    with pytest.raises(ValueError, match="cannot load this checkpoint"):
+        loaded.load_state_dict(saved.state_dict())
+    after = dict([*model.named_parameters(), *model.named_buffers()])
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -1,10 +1,12 @@
 """The plugin as a package: ways to import it, who imports whom, and the folder rules of fairseq."""
 
 import ast
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import PLUGIN, REPOSITORY
@@ -122,6 +124,113 @@ def test_a_clone_of_the_same_name_beside_us(tmp_path):
     result = import_by("fairseq_sharing/fairseq_sharing", tmp_path, path=[clone])
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(clone / "fairseq_sharing" / "__init__.py")
+
+
+CHOOSE_ARCH = """
+import sys
+sys.argv[:] = ["fairseq-train", "data", "--arch", "transformer_shared_cycle_rev", "--user-dir", sys.argv[1]]
+from fairseq_cli.train import cli_main
+cli_main()
+"""
+
+
+def assert_explained(result: subprocess.CompletedProcess, message: str) -> None:
+    """Fairseq stops with a message that the README's table explains."""
+    assert result.returncode != 0 and message in result.stderr.strip().splitlines()[-1]
+    assert f"| `{message}" in (REPOSITORY / "README.md").read_text("utf-8")
+
+
+def test_the_bare_name_in_the_parent_of_a_clone(tmp_path):
+    """There it names the clone's root, where no model is."""
+    shutil.copytree(PLUGIN, tmp_path / "fairseq_sharing" / "fairseq_sharing")
+    result = import_by("fairseq_sharing", tmp_path, code=CHOOSE_ARCH)
+    assert_explained(result, "argument --arch/-a: invalid choice: 'transformer_shared_")
+
+
+@pytest.mark.slow
+def test_a_link_of_another_name(tmp_path):
+    """It works alone, and not beside the plugin's own name."""
+    (tmp_path / "other").symlink_to(PLUGIN)
+    alone = SHOW_ARCH.partition("import fairseq_sharing")[0]
+    assert import_by("other", tmp_path, code=alone).returncode == 0
+    result = import_by("other", tmp_path, path=[REPOSITORY], code=f"import fairseq_sharing\n{CHOOSE_ARCH}")
+    assert_explained(result, "ValueError: Cannot register duplicate model")
+
+
+@pytest.mark.slow
+def test_a_link_of_the_same_name(tmp_path):
+    """It works alone, and not where the plugin is imported from the folder itself too."""
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "fairseq_sharing").symlink_to(PLUGIN)
+    result = import_by("links/fairseq_sharing", tmp_path)
+    assert result.returncode == 0, result.stderr
+    code = f"import fairseq_sharing\n{CHOOSE_ARCH}"
+    assert_explained(import_by("links/fairseq_sharing", tmp_path, path=[REPOSITORY], code=code), "not globally unique")
+
+
+@pytest.mark.slow
+def test_an_installed_copy_from_any_folder(tmp_path):
+    """Fairseq looks beside its own package for a name that is no folder; with a slash behind it stops."""
+    site = tmp_path / "site"
+    fairseq = Path(importlib.util.find_spec("fairseq").origin).parent
+    shutil.copytree(fairseq, site / "fairseq", ignore=shutil.ignore_patterns("__pycache__", "examples"))
+    shutil.copytree(PLUGIN, site / "fairseq_sharing", ignore=shutil.ignore_patterns("__pycache__"))
+    folder = subprocess.run(
+        [sys.executable, "-m", "fairseq_sharing.tools.main", "path"],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    assert folder == str(site / "fairseq_sharing")
+    for user_dir in ("fairseq_sharing", folder, f"{folder}/"):
+        result = import_by(user_dir, tmp_path, path=[site])
+        assert result.returncode == 0, result.stderr
+        assert Path(result.stdout.strip()).resolve() == site / "fairseq_sharing" / "__init__.py"
+    assert_explained(
+        import_by("fairseq_sharing/", tmp_path, path=[site], code=CHOOSE_ARCH), "ValueError: Empty module name"
+    )
+
+
+# What several GPUs start, and data workers on platforms without fork. Only the number of processes is pretended.
+SPAWN = """
+import multiprocessing
+import sys
+import torch
+from fairseq_cli.train import cli_main
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn", force=True)
+    torch.cuda.device_count = lambda: 2
+    cli_main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["translation", "language_modeling"])
+def test_spawned_processes_find_the_plugin(data, tmp_path, family):
+    """Workers that import everything anew: two training processes, each with a spawned data worker."""
+    arch, flags = "transformer_shared_cycle", ["--encoder-layers", 2, "--encoder-unique-layers", 1]
+    if family == "language_modeling":
+        (tmp_path / "data").mkdir()
+        for split in ("train", "valid"):
+            for end in ("bin", "idx"):
+                shutil.copy(data / f"{split}.en-de.de.{end}", tmp_path / "data" / f"{split}.{end}")
+        shutil.copy(data / "dict.de.txt", tmp_path / "data" / "dict.txt")
+        data, arch, flags = tmp_path / "data", "transformer_lm_shared_cycle", ["--sample-break-mode", "eos"]
+    (tmp_path / "train.py").write_text(SPAWN)
+    words = [
+        *(sys.executable, tmp_path / "train.py", data, "--task", family, "--arch", arch, "--user-dir", PLUGIN, *flags),
+        *("--decoder-layers", 2, "--decoder-unique-layers", 1, "--cpu", "--max-update", 2, "--max-tokens", 500),
+        *("--optimizer", "adam", "--ddp-backend", "legacy_ddp", "--distributed-backend", "gloo", "--num-workers", 1),
+        *("--distributed-world-size", 2, "--disable-validation", "--save-dir", tmp_path / "save", "--log-file"),
+        *(tmp_path / "log", "--no-progress-bar"),
+    ]
+    env = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(list(map(str, words)), cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert (tmp_path / "save" / "checkpoint_last.pt").is_file()
+    assert "rank 1" in result.stdout + result.stderr
 
 
 def test_strategies_need_no_fairseq(tmp_path):

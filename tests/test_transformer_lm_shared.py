@@ -232,12 +232,38 @@ def test_the_resolved_configuration_shows_the_sharing():
             ["--share-decoder-input-output-embed", "--decoder-input-dim", "8"],
             "--decoder-input-dim is 8 and --decoder-output-dim is 512",
         ),
+        (
+            [*ADAPTIVE, "--decoder-input-dim", "12", "--decoder-output-dim", "12"],
+            "--adaptive-input-cutoff 10,20 divides --decoder-input-dim 12 by --adaptive-input-factor 4",
+        ),
+        (["--tie-adaptive-weights"], "--tie-adaptive-weights needs --adaptive-input"),
+        (["--adaptive-input"], "--adaptive-input needs --adaptive-input-cutoff"),
+        (
+            [*ADAPTIVE, "--tie-adaptive-weights", "--adaptive-input-cutoff", "10"],
+            "needs --adaptive-input-cutoff 10 and --adaptive-softmax-cutoff 10,20 to be the same",
+        ),
+        (
+            ["--adaptive-input", "--adaptive-input-cutoff", "10", "--share-decoder-input-output-embed"],
+            "--adaptive-input cannot be tied by --share-decoder-input-output-embed",
+        ),
+        (
+            ["--quant-noise-pq", "0.1", "--decoder-ffn-embed-dim", "12"],
+            "--quant-noise-pq-block-size 8 must divide --decoder-ffn-embed-dim 12",
+        ),
     ],
 )
 def test_contradictions_are_refused_while_parsing(flags, sentence, caplog):
     with pytest.raises(ValueError, match=sentence) as caught:
         configure("transformer_lm_shared_cycle", *flags)
     assert str(caught.value) in caplog.messages
+
+
+def test_flags_switch_on_what_an_architecture_has_on():
+    """Fairseq makes them switch it off: the flags of its WikiText-103 recipe would undo the architecture's."""
+    flags = ["--adaptive-input", "--tie-adaptive-weights", "--tie-adaptive-proj", "--decoder-normalize-before"]
+    plain, typed = (configure("transformer_lm_shared_cycle_wiki103", *words).model for words in ([], flags))
+    assert plain == typed
+    assert typed.adaptive_input and typed.tie_adaptive_weights and typed.tie_adaptive_proj
 
 
 # --- fairseq's commands on real text ---

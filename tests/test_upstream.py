@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from conftest import run
-from fairseq import checkpoint_utils, utils
+from conftest import build_dictionary, run
+from fairseq import checkpoint_utils, search, utils
 from fairseq.data import data_utils
 from fairseq.file_io import PathManager
 
@@ -148,3 +148,19 @@ def test_decoding_without_data_says_so(tmp_path):
         ["fairseq-generate", tmp_path / "no", "--path", "x.pt", "--user-dir", upstream.__file__[:-12]], check=False
     )
     assert f"data folder {tmp_path / 'no'} does not exist" in output
+
+
+def test_diverse_beams_compare_a_sentence_with_itself():
+    """Whatever the sentences' numbers in the data, and when some of a batch are finished."""
+
+    def search_three_steps(numbers: list[int]) -> list[torch.Tensor]:
+        strategy = search.DiverseBeamSearch(build_dictionary(), num_groups=2, diversity_strength=0.5)
+        numbers, scores, found = torch.tensor(numbers), torch.zeros(3, 4, 3), []
+        for step, left in enumerate(([0, 1, 2], [0, 1, 2], [0, 2])):
+            probabilities = torch.randn(3, 4, 40, generator=torch.Generator().manual_seed(step)).log_softmax(-1)
+            found += strategy.step(step, probabilities[left], scores[left, :, :step], None, numbers[left])
+        return found
+
+    expected = search_three_steps([0, 1, 2])
+    for numbers in ([2, 0, 1], [700, 30, 4]):
+        assert all(map(torch.equal, search_three_steps(numbers), expected))

@@ -16,7 +16,7 @@ from fairseq.modules import LayerNorm
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import nn
 
-from ..architecture import check_heads, set_defaults
+from ..architecture import check_heads, check_quant_noise, set_defaults
 from ..embedding import FactorizedEmbedding
 from ..options import add_factorized_args, add_layernorm_args, refuse, resolve_sharing
 from ..shared_model import SharedLayers
@@ -119,6 +119,7 @@ def check(args) -> None:
         ValueError: with the flags and their values.
     """
     check_heads(args, "encoder")
+    check_quant_noise(args, "encoder")
     if args.factorized_embed_dim < 1:
         refuse(f"--factorized-embed-dim {args.factorized_embed_dim} must be at least 1")
     if not args.layernorm_eps > 0:

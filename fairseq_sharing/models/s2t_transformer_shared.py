@@ -24,6 +24,7 @@ from fairseq.models.speech_to_text.s2t_transformer import (
 )
 
 from ..architecture import check_heads, resolve_factorized_embedding, set_defaults
+from ..checkpoint import check_before_loading
 from ..options import add_factorized_args, refuse, resolve_sharing
 from ..shared_model import SharedLayers, share_stack
 
@@ -61,6 +62,7 @@ class SharedS2TTransformerModel(SharedLayers, S2TTransformerModel):
         path = getattr(args, "load_pretrained_encoder_from", None)
         encoder = super().build_encoder(Namespace(**{**vars(args), "load_pretrained_encoder_from": None}))
         share_stack(encoder.transformer_layers, args, "encoder")
+        check_before_loading(encoder)
         if path is None:
             return encoder
         if not Path(path).exists():  # as upstream: a trained model is decoded where that file need not be

@@ -5,6 +5,7 @@ language modelling: Pre-LN, adaptive inputs and softmax, N=12, M=6 on WikiText-1
 """
 
 from argparse import Namespace
+from dataclasses import fields
 from typing import ClassVar
 
 from fairseq.models import ARCH_CONFIG_REGISTRY, register_model
@@ -15,8 +16,14 @@ from fairseq.models.transformer_lm import (
     transformer_lm_baevski_wiki103,
 )
 
-from ..architecture import check_adaptive_softmax, check_heads, resolve_factorized_embedding, set_defaults
-from ..options import extend_config, refuse, resolve_residual_scaling, resolve_sharing
+from ..architecture import (
+    check_adaptive_softmax,
+    check_heads,
+    check_quant_noise,
+    resolve_factorized_embedding,
+    set_defaults,
+)
+from ..options import as_text, extend_config, refuse, resolve_residual_scaling, resolve_sharing
 from ..shared_model import SharedLayers
 
 
@@ -29,6 +36,18 @@ class SharedLanguageModel(SharedLayers, TransformerLanguageModel):
 
     STACKS: ClassVar[dict[str, str]] = {"decoder": "decoder.layers"}
     PRESET: ClassVar[tuple[str, int]]
+
+    @classmethod
+    def add_args(cls, parser):
+        """Add fairseq's flags and those of sharing, each of which switches on what it names.
+
+        fairseq makes a flag switch off what the dataclass has on: --adaptive-input would undo ``_wiki103``'s.
+        """
+        super().add_args(parser)
+        on = {each.name for each in fields(getattr(cls, "__dataclass")) if each.default is True}
+        for action in parser._actions:
+            if action.dest in on and action.const is False:
+                action.const = True
 
     @classmethod
     def build_model(cls, args, task):
@@ -50,12 +69,49 @@ def check(args) -> None:
         ValueError: with the flags and their values.
     """
     check_heads(args, "decoder")
+    check_quant_noise(args, "decoder")
     check_adaptive_softmax(args)
     if args.share_decoder_input_output_embed and args.decoder_input_dim != args.decoder_output_dim:
         refuse(
             "--share-decoder-input-output-embed needs one width, but --decoder-input-dim is "
             f"{args.decoder_input_dim} and --decoder-output-dim is {args.decoder_output_dim}"
         )
+    check_adaptive_input(args)
+
+
+def check_adaptive_input(args) -> None:
+    """Refuse what an adaptive input cannot be combined with, where fairseq stops with a bare assertion.
+
+    Raises:
+        ValueError: with the flags and their values.
+    """
+    if args.adaptive_input:
+        if args.adaptive_input_cutoff is None:
+            refuse("--adaptive-input needs --adaptive-input-cutoff")
+        if args.share_decoder_input_output_embed:
+            refuse("--adaptive-input cannot be tied by --share-decoder-input-output-embed: use --tie-adaptive-weights")
+        least = args.adaptive_input_factor ** (as_text(args.adaptive_input_cutoff).count(",") + 1)
+        if args.decoder_input_dim < least:  # the last band would have no width
+            refuse(
+                f"--adaptive-input-cutoff {as_text(args.adaptive_input_cutoff)} divides --decoder-input-dim "
+                f"{args.decoder_input_dim} by --adaptive-input-factor {args.adaptive_input_factor:g} once for each "
+                f"cutoff: it must be at least {least:g}"
+            )
+    if not args.tie_adaptive_weights:
+        return
+    if not args.adaptive_input:
+        refuse("--tie-adaptive-weights needs --adaptive-input")
+    for ours, theirs in (
+        ("adaptive_input_cutoff", "adaptive_softmax_cutoff"),
+        ("adaptive_input_factor", "adaptive_softmax_factor"),
+        ("decoder_input_dim", "decoder_output_dim"),
+    ):
+        one, other = getattr(args, ours), getattr(args, theirs)
+        if str(one) != str(other):
+            refuse(
+                f"--tie-adaptive-weights needs --{ours.replace('_', '-')} {one} and "
+                f"--{theirs.replace('_', '-')} {other} to be the same"
+            )
 
 
 # Name -> (strategy, N, M). With M=1 all strategies are one.
@@ -94,8 +150,6 @@ def register_architecture(name: str, preset: str, upstream_architecture, **width
     def architecture(args):
         set_defaults(args, **given)
         resolve_factorized_embedding(args, "decoder_input_dim", "decoder_output_dim")
-        if hasattr(args, "decoder_normalize_before"):  # typed; its default makes the flag turn it off
-            args.decoder_normalize_before = True
         resolve_residual_scaling(args, "decoder")
         upstream_architecture(args)  # makes it Pre-LN, whatever the flags say
         if args.residual_scaling != "none":

@@ -13,7 +13,13 @@ from fairseq.models.transformer.transformer_legacy import (
     transformer_wmt_en_de_big,
 )
 
-from ..architecture import check_adaptive_softmax, check_heads, resolve_factorized_embedding, set_defaults
+from ..architecture import (
+    check_adaptive_softmax,
+    check_heads,
+    check_quant_noise,
+    resolve_factorized_embedding,
+    set_defaults,
+)
 from ..embedding import ProjectedEmbedding
 from ..options import add_factorized_args, add_residual_args, refuse, resolve_residual_scaling, resolve_sharing
 from ..shared_model import SharedLayers
@@ -67,6 +73,7 @@ PRESETS = {
 def check_widths(args) -> None:
     """Refuse widths that do not fit together here: fairseq would only notice after it has made --save-dir."""
     check_heads(args, "encoder", "decoder")
+    check_quant_noise(args, "encoder", "decoder")
     check_adaptive_softmax(args)
     tied = args.share_all_embeddings or args.share_decoder_input_output_embed
     output_dim = int(args.decoder_output_dim)  # text, when it came from the command line
