@@ -17,6 +17,7 @@ from fairseq import checkpoint_utils, utils
 from fairseq.data import data_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
+from fairseq.models import BaseFairseqModel
 from fairseq.models.ema.ema import EMA
 from fairseq.tasks.translation import TranslationTask
 from fairseq.trainer import Trainer
@@ -206,6 +207,24 @@ def restore_with_versions(restore):
     return wrapper
 
 
+LOADING_CHECKS = []  # functions of a model and a state dict that raise when these do not belong together
+
+
+def check_before_loading(load_state_dict):
+    """Let `LOADING_CHECKS` refuse a state dict before any fairseq model loads it.
+
+    Upstream gives no place for that: its own models answer a foreign file with pages of missing keys.
+    """
+
+    @functools.wraps(load_state_dict)
+    def wrapper(self, state_dict, *args, **kwargs):
+        for check in LOADING_CHECKS:
+            check(self, state_dict)
+        return load_state_dict(self, state_dict, *args, **kwargs)
+
+    return wrapper
+
+
 def tell_why_loading_failed(load_checkpoint):
     """Put the reason behind the trainer's own words, where it is read.
 
@@ -290,5 +309,6 @@ def apply() -> None:
     replace(EMA, "restore", restore_with_versions)
     replace(EMA, "_step_internal", decay_each_tensor_once)
     replace(EMA, "build_fp32_params", keep_fp32_once)
+    replace(BaseFairseqModel, "load_state_dict", check_before_loading)
     replace(Trainer, "load_checkpoint", tell_why_loading_failed)
     replace(TranslationTask, "setup_task", setup_task_checked)

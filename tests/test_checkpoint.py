@@ -4,13 +4,16 @@ import copy
 import io
 import logging
 import pickle
+import re
 
 import pytest
 import torch
 from conftest import FOUR_FROM_TWO, TINY, TINY_ARCHS, build
-from fairseq import utils
+from fairseq import checkpoint_utils, utils
 from fairseq.dataclass.configs import EMAConfig
+from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.models.ema.ema import EMA
+from families import EVERY_FAMILY, FAMILIES, build_trainer, configure, load_whole, make_data, run_command, run_train
 from torch.nn.utils import prune
 
 from fairseq_sharing.checkpoint import RECORD, decode_sharing, encode_sharing
@@ -222,3 +225,253 @@ def test_records_of_every_part():
         assert decode_sharing(encode_sharing(sharing)) == sharing
     with pytest.raises(ValueError, match="format 9"):
         decode_sharing(torch.tensor([9, 7, 0, 0]))
+
+
+# --- every family, through fairseq's own commands ---
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def trained(folders, tmp_path_factory):
+    """For each family, the last checkpoint of a shared model (M = 2) and of the same architecture without sharing."""
+    paths = {}
+    for name, family in FAMILIES.items():
+        for kind, flags in (("shared", family.sets(2)), ("unshared", family.sharing("none"))):
+            save_dir = tmp_path_factory.mktemp(kind)
+            run_train(configure(family, folders[name], save_dir, *flags))
+            paths[name, kind] = save_dir / "checkpoint_last.pt"
+    return paths
+
+
+def every_name(model) -> dict:
+    """Return what a stock model of the same tensors saves: every parameter under every name, and the buffers."""
+    named = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    kept = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(RECORD)}
+    return {**kept, **named}
+
+
+@pytest.fixture(scope="module")
+def plain(folders, trained, tmp_path_factory):
+    """For each family, a checkpoint of fairseq's stock model with exactly the tensors of the shared one."""
+    paths = {}
+    for name, family in FAMILIES.items():
+        save_dir = tmp_path_factory.mktemp("plain")
+        run_train(configure(family, folders[name], save_dir, stock=True))
+        paths[name] = save_dir / "checkpoint_last.pt"
+        [model], _, _ = checkpoint_utils.load_model_ensemble_and_task([str(trained[name, "shared"])])
+        state = load_whole(paths[name])
+        assert state["model"].keys() == every_name(model).keys()
+        torch.save({**state, "model": every_name(model)}, paths[name])
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, ["--memory-efficient-fp16"]) for name in FAMILIES), ("speech", ["--fp16", "--fp16-no-flatten-grads"])],
+)
+def test_a_large_file_weighs_its_unique_tensors(name, precision, folders, tmp_path):
+    """Saved as fairseq-train saves in half precision: model, Adam's two moments, moving average and its fp32 copy."""
+    family = FAMILIES[name]
+    width, ffn, depth, sets = (512, 2048, 4, 2) if len(family.stacks) == 1 else (256, 1024, 6, 3)
+    flags = family.sets(sets)
+    for stack in family.stacks:
+        flags += [f"--{stack}-embed-dim", width, f"--{stack}-ffn-embed-dim", ffn, f"--{stack}-layers", depth]
+    config = configure(family, folders[name], tmp_path, *flags, *precision, "--store-ema", "--ema-fp32")
+    trainer = build_trainer(config)
+    trainer.load_checkpoint("none yet")
+    unique = sum(parameter.numel() for parameter in trainer.model.parameters())
+    every = sum(parameter.numel() for _, parameter in trainer.model.named_parameters(remove_duplicate=False))
+    assert unique >= 5_000_000 and every > 1.5 * unique
+    assert all(parameter.dtype == torch.float16 for parameter in trainer.model.parameters())
+
+    trainer.optimizer.backward(sum(parameter.float().mean() for parameter in trainer.model.parameters()))
+    trainer.optimizer.clip_grad_norm(0)
+    trainer.optimizer.step()
+    trainer.ema.step(trainer.get_model(), 1)
+    trainer.consolidate_optimizer()
+    trainer.save_checkpoint(str(tmp_path / "large.pt"), {})
+    assert 1 <= (tmp_path / "large.pt").stat().st_size / (5 * 4 * unique) < 1.02
+    moments = load_whole(tmp_path / "large.pt")["last_optimizer_state"]["state"].values()
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert sum(state[moment].numel() for state in moments) == unique
+
+
+def evaluate(name: str, data, path, *flags, ensemble: bool = False) -> dict[str, list[float]]:
+    """Run the commands that read a checkpoint of this family; return what each computes: scores or losses."""
+    flags = [data, "--path", path, "--max-tokens", 1000, *flags]
+    generation = [*flags, "--gen-subset", "test", "--beam", 2, "--max-len-b", 6, *FAMILIES[name].task[:2]]
+    commands = {"validate": [*flags, *FAMILIES[name].task[:2], "--valid-subset", "valid"], "generate": generation}
+    if name == "language model":
+        commands["generate"] += ["--sample-break-mode", "eos"]
+        commands["eval-lm"] = [*flags, "--tokens-per-sample", 16]
+    if ensemble:  # the other commands take one model
+        commands = {"generate": generation}
+    if name == "masked language model":
+        commands.pop("generate")
+    return {command: numbers(command, run_command(command, *words)) for command, words in commands.items()}
+
+
+def numbers(command: str, output: str) -> list[float]:
+    """Return the scores of each sentence and its symbols, or the losses."""
+    wanted = {"generate": r"^[HP]-.*", "eval-lm": r"'loss': .*", "validate": r"subset \| loss [^|]*"}[command]
+    found = [number for line in re.findall(wanted, output, re.MULTILINE) for number in re.findall(NUMBER, line)]
+    assert found, output
+    return [float(number) for number in found]
+
+
+NUMBER = r"-?\d+\.\d+(?:e-\d+)?"
+
+
+@EVERY_FAMILY
+def test_every_command_computes_what_a_plain_model_does(name, folders, trained, plain):
+    """A stock model of the same tensors gives the same numbers, alone and in an ensemble with the shared one."""
+    shared = evaluate(name, folders[name], trained[name, "shared"])
+    alone = evaluate(name, folders[name], plain[name])
+    together = evaluate(name, folders[name], f"{trained[name, 'shared']}:{plain[name]}", ensemble=True)
+    assert len(shared) == {"language model": 3, "masked language model": 1}.get(name, 2)
+    for found in (alone, together):
+        for command, expected in found.items():
+            assert shared[command] == pytest.approx(expected, abs=2e-3), command
+    assert together or name == "masked language model"
+
+
+def stack_layers(name: str, model) -> dict:
+    return {stack: model.get_submodule(path) for stack, path in FAMILIES[name].stacks.items()}
+
+
+def assert_restored(name: str, model, path, sets: int = 2) -> None:
+    """The model is tied as its layers say, and each of its tensors is the file's."""
+    saved = load_whole(path)["model"]
+    for layers in stack_layers(name, model).values():
+        assert layers.sharing.shares and len(set(layers.sharing.assignment)) == sets
+        for index, owner in enumerate(layers.sharing.owners):
+            for mine, theirs in zip(layers[index].parameters(), layers[owner].parameters(), strict=True):
+                assert mine is theirs
+    for key, tensor in model.state_dict().items():
+        assert key.endswith(RECORD) or torch.equal(tensor, saved[key]), key
+
+
+def hub_model(name: str, data, path, **overrides):
+    """Load as a user does in Python."""
+    hub = ARCH_MODEL_REGISTRY[FAMILIES[name].arch].from_pretrained(
+        str(path.parent), path.name, str(data), bpe="characters", **overrides
+    )
+    return getattr(hub, "model", None) or hub.models[0]
+
+
+@EVERY_FAMILY
+def test_the_hub_and_training_restore_one_tensor(name, folders, trained, tmp_path):
+    path = trained[name, "shared"]
+    assert_restored(name, hub_model(name, folders[name], path), path)
+    config = configure(FAMILIES[name], folders[name], tmp_path, *FAMILIES[name].sets(2), "--restore-file", path)
+    trainer = build_trainer(config, seed=2)
+    checkpoint_utils.load_checkpoint(config.checkpoint, trainer)
+    assert_restored(name, trainer.get_model(), path)
+    held = [parameter for group in trainer.optimizer.optimizer.param_groups for parameter in group["params"]]
+    assert len(held) == len({id(parameter) for parameter in held}) == len(list(trainer.model.parameters()))
+    assert all(trainer.optimizer.optimizer.state[parameter]["step"] == 2 for parameter in held)
+
+
+RESET = ["--reset-optimizer", "--reset-dataloader", "--reset-meters", "--reset-lr-scheduler"]
+
+
+@EVERY_FAMILY
+def test_a_full_file_starts_training_when_aliases_agree(name, folders, plain, tmp_path):
+    """A stock checkpoint, whose borrowers' tensors are copies of their owners'; then one of them is changed."""
+    family = FAMILIES[name]
+    flags = [*family.sets(2), *RESET]
+    config = configure(family, folders[name], tmp_path, *flags, "--restore-file", plain[name])
+    trainer = build_trainer(config, seed=2)
+    checkpoint_utils.load_checkpoint(config.checkpoint, trainer)
+    assert_restored(name, trainer.get_model(), plain[name])
+
+    state = load_whole(plain[name])
+    [stack, path] = list(family.stacks.items())[-1]
+    picture = stack_layers(name, trainer.get_model())[stack].sharing
+    state["model"][f"{path}.3.fc2.bias"] = state["model"][f"{path}.3.fc2.bias"] + 1e-3
+    torch.save(state, tmp_path / "differs.pt")
+    config = configure(family, folders[name], tmp_path, *flags, "--restore-file", tmp_path / "differs.pt")
+    with pytest.raises(Exception, match="Cannot load model parameters") as caught:
+        checkpoint_utils.load_checkpoint(config.checkpoint, build_trainer(config))
+    [note] = caught.value.__notes__
+    assert re.search(f"{path} were saved with different fc2.bias in layers . and 3, .* shares them as {picture}$", note)
+
+
+def other_strategy(family) -> str:
+    return "sequence" if family.strategy == "cycle" else "cycle"
+
+
+# What is in the file, the flags of the model that shall load it, and its picture for each strategy of the family.
+PICTURES = {"sequence": "0 0 1 1", "cycle": "0 1 0 1", "cycle_rev": "0 1 1 0", "none": "0 1 2 3"}
+THREE_SETS = {"sequence": "0 0 1 2", "cycle": "0 1 2 0", "cycle_rev": "0 1 2 2"}
+FOREIGN = {
+    "strategy": (
+        *("shared", lambda family: [*family.sharing(other_strategy(family)), *family.sets(2)]),
+        lambda family: PICTURES[other_strategy(family)],
+    ),
+    "sets": ("shared", lambda family: family.sets(3), lambda family: THREE_SETS[family.strategy]),
+    "parts": (
+        *("shared", lambda family: [*family.sets(2), "--sharing-parts", "ffn"]),
+        lambda family: rf"{PICTURES[family.strategy]} \(ffn only\)",
+    ),
+    "unshared": ("shared", lambda family: family.sharing("none"), lambda family: PICTURES["none"]),
+    "shared": (
+        *("unshared", lambda family: [*family.sharing(family.strategy), *family.sets(2)]),
+        lambda family: PICTURES[family.strategy],
+    ),
+}
+
+
+def routes(name: str, what: str = "strategy") -> tuple[str, str]:
+    """Return one way to go on training and one to evaluate: each two of the four meet every family and difference.
+
+    tests/test_end_to_end.py has all of them with translation.
+    """
+    even = (list(FAMILIES).index(name) + list(FOREIGN).index(what)) % 2 == 0
+    return ("--restore-file", "--model-overrides") if even else ("--finetune-from-model", "hub")
+
+
+@EVERY_FAMILY
+@pytest.mark.parametrize("what", FOREIGN)
+def test_another_sharing_is_refused_on_every_route(name, what, folders, trained, tmp_path, caplog):
+    """With both assignments, logged before fairseq's own words and repeated below them, and nothing is written."""
+    family = FAMILIES[name]
+    kind, get_flags, get_picture = FOREIGN[what]
+    path, flags = trained[name, kind], get_flags(family)
+    before = path.read_bytes()
+    sentence = re.compile(
+        f"cannot load this checkpoint: its {next(iter(family.stacks.values()))} were saved "
+        + (f"shared as {PICTURES[family.strategy]}" if kind == "shared" else "with different .*, that is not shared so")
+        + f"; this model shares them as {get_picture(family)}$"
+    )
+    resuming, evaluating = routes(name, what)
+    with pytest.raises(Exception, match="Cannot load model parameters") as caught:
+        run_train(configure(family, folders[name], tmp_path / "save", *flags, resuming, path))
+    assert sentence.search(caught.value.__notes__[0]) and any(map(sentence.search, caplog.messages))
+    assert not list((tmp_path / "save").iterdir())
+
+    overrides = {flag[2:].replace("-", "_"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)}
+    overrides = {key: int(value) if value.isdigit() else value for key, value in overrides.items()}
+    if what == "unshared":
+        overrides |= {f"{stack}_unique_layers": None for stack in family.stacks}
+    with pytest.raises(ValueError, match=sentence):
+        if evaluating == "hub":
+            hub_model(name, folders[name], path, **overrides)
+        else:
+            evaluate(name, folders[name], path, evaluating, str(overrides))
+    assert path.read_bytes() == before
+
+
+@EVERY_FAMILY
+def test_a_stock_model_refuses_a_shared_checkpoint(name, folders, trained, tmp_path):
+    path = trained[name, "shared"]
+    config = configure(FAMILIES[name], folders[name], tmp_path / "save", routes(name)[0], path, stock=True)
+    with pytest.raises(Exception, match="Cannot load model parameters") as caught:
+        run_train(config)
+    found = f"{next(iter(FAMILIES[name].stacks.values()))} were saved shared as {PICTURES[FAMILIES[name].strategy]}"
+    assert caught.value.__notes__[0].endswith(f"its {found}; this model shares them as 0 1 2 3")
+    assert not list((tmp_path / "save").iterdir())
