@@ -7,6 +7,7 @@ would see; only the process is shared, and what fairseq keeps in it between runs
 import contextlib
 import io
 import logging
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,7 +156,10 @@ def make_data(folder: Path, sentences: int = 60, symbols: int = 40) -> dict[str,
         (folders["speech"] / f"{part}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
     dictionary.save(str(folders["speech"] / "dict.txt"))
     (folders["speech"] / "config.yaml").write_text(
-        f"vocab_filename: dict.txt\ninput_feat_per_channel: {BINS}\ninput_channels: 1\n", encoding="utf-8"
+        f"vocab_filename: dict.txt\ninput_feat_per_channel: {BINS}\ninput_channels: 1\n"
+        "transforms: {_train: [specaugment]}\n"
+        "specaugment: {freq_mask_F: 6, freq_mask_N: 1, time_mask_T: 8, time_mask_N: 2, time_mask_p: 1.0}\n",
+        encoding="utf-8",
     )
     return folders
 
@@ -163,8 +167,8 @@ def make_data(folder: Path, sentences: int = 60, symbols: int = 40) -> dict[str,
 # --- fairseq's commands ---
 
 
-def configure(family: Family, data: Path, save_dir: Path, *flags, stock: bool = False):
-    """Return the configuration of fairseq-train; ``flags`` come last and so win."""
+def train_words(family: Family, data: Path, save_dir: Path, *flags, stock: bool = False) -> list[str]:
+    """Return the arguments of fairseq-train; ``flags`` come last and so win."""
     arch = family.stock if stock else (family.arch, *family.alike)
     words = [
         *(data, "--user-dir", PLUGIN, "--save-dir", save_dir, "--cpu", *family.task, "--arch", *arch),
@@ -172,9 +176,13 @@ def configure(family: Family, data: Path, save_dir: Path, *flags, stock: bool = 
         *("--lr-scheduler", "inverse_sqrt", "--warmup-updates", "4", "--batch-size", "8", "--num-workers", "0"),
         *("--no-progress-bar", "--log-interval", "1000", "--max-update", "2", *flags),
     ]
-    return convert_namespace_to_omegaconf(
-        options.parse_args_and_arch(options.get_training_parser(), [str(word) for word in words])
-    )
+    return [str(word) for word in words]
+
+
+def configure(family: Family, data: Path, save_dir: Path, *flags, stock: bool = False):
+    """Return the configuration of fairseq-train."""
+    words = train_words(family, data, save_dir, *flags, stock=stock)
+    return convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), words))
 
 
 def forget_earlier_runs() -> None:
@@ -218,6 +226,33 @@ def run_command(command: str, *words) -> str:
         finally:
             logging.root.handlers[:] = handlers  # fairseq-validate puts its own there
     return f"{printed.getvalue()}{result}"
+
+
+def evaluate(name: str, data, path, *flags, ensemble: bool = False) -> dict[str, list[float]]:
+    """Run the commands that read a checkpoint of this family; return what each computes: scores or losses."""
+    flags = [data, "--path", path, "--max-tokens", 1000, *flags]
+    generation = [*flags, "--gen-subset", "test", "--beam", 2, "--max-len-b", 6, *FAMILIES[name].task[:2]]
+    commands = {"validate": [*flags, *FAMILIES[name].task[:2], "--valid-subset", "valid"], "generate": generation}
+    if name == "language model":
+        commands["generate"] += ["--sample-break-mode", "eos"]
+        commands["eval-lm"] = [*flags, "--tokens-per-sample", 16]
+    if ensemble:  # the other commands take one model
+        commands = {"generate": generation}
+    if name == "masked language model":
+        commands.pop("generate")
+    return {command: numbers(command, run_command(command, *words)) for command, words in commands.items()}
+
+
+def numbers(command: str, output: str) -> list[float]:
+    """Return the scores of each sentence and its symbols, or the losses."""
+    wanted = {"generate": r"^[HP]-.*", "eval-lm": r"'loss': .*", "validate": r"subset \| loss [^|]*"}[command]
+    found = [
+        number
+        for line in re.findall(wanted, output, re.MULTILINE)
+        for number in re.findall(r"-?\d+\.\d+(?:e-\d+)?", line)
+    ]
+    assert found, output
+    return [float(number) for number in found]
 
 
 def load_whole(path) -> dict:

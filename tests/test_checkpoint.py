@@ -2,22 +2,25 @@
 
 import copy
 import io
+import json
 import logging
 import pickle
 import re
+import shutil
 
 import pytest
 import torch
-from conftest import FOUR_FROM_TWO, TINY, TINY_ARCHS, build
+from conftest import FOUR_FROM_TWO, REPOSITORY, TINY, TINY_ARCHS, build
 from fairseq import checkpoint_utils, utils
 from fairseq.dataclass.configs import EMAConfig
 from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.models.ema.ema import EMA
-from families import EVERY_FAMILY, FAMILIES, build_trainer, configure, load_whole, make_data, run_command, run_train
+from families import EVERY_FAMILY, FAMILIES, build_trainer, configure, evaluate, load_whole, make_data, run_train
 from torch.nn.utils import prune
 
 from fairseq_sharing.checkpoint import RECORD, decode_sharing, encode_sharing
 from fairseq_sharing.sharing import Sharing
+from fairseq_sharing.tools.files import load_checkpoint
 
 REV = ("transformer_shared_cycle_rev", *TINY, *FOUR_FROM_TWO)
 UNSHARED = ["--encoder-sharing", "none", "--decoder-sharing", "none"]
@@ -300,32 +303,6 @@ def test_a_large_file_weighs_its_unique_tensors(name, precision, folders, tmp_pa
         assert sum(state[moment].numel() for state in moments) == unique
 
 
-def evaluate(name: str, data, path, *flags, ensemble: bool = False) -> dict[str, list[float]]:
-    """Run the commands that read a checkpoint of this family; return what each computes: scores or losses."""
-    flags = [data, "--path", path, "--max-tokens", 1000, *flags]
-    generation = [*flags, "--gen-subset", "test", "--beam", 2, "--max-len-b", 6, *FAMILIES[name].task[:2]]
-    commands = {"validate": [*flags, *FAMILIES[name].task[:2], "--valid-subset", "valid"], "generate": generation}
-    if name == "language model":
-        commands["generate"] += ["--sample-break-mode", "eos"]
-        commands["eval-lm"] = [*flags, "--tokens-per-sample", 16]
-    if ensemble:  # the other commands take one model
-        commands = {"generate": generation}
-    if name == "masked language model":
-        commands.pop("generate")
-    return {command: numbers(command, run_command(command, *words)) for command, words in commands.items()}
-
-
-def numbers(command: str, output: str) -> list[float]:
-    """Return the scores of each sentence and its symbols, or the losses."""
-    wanted = {"generate": r"^[HP]-.*", "eval-lm": r"'loss': .*", "validate": r"subset \| loss [^|]*"}[command]
-    found = [number for line in re.findall(wanted, output, re.MULTILINE) for number in re.findall(NUMBER, line)]
-    assert found, output
-    return [float(number) for number in found]
-
-
-NUMBER = r"-?\d+\.\d+(?:e-\d+)?"
-
-
 @EVERY_FAMILY
 def test_every_command_computes_what_a_plain_model_does(name, folders, trained, plain):
     """A stock model of the same tensors gives the same numbers, alone and in an ensemble with the shared one."""
@@ -475,3 +452,187 @@ def test_a_stock_model_refuses_a_shared_checkpoint(name, folders, trained, tmp_p
     found = f"{next(iter(FAMILIES[name].stacks.values()))} were saved shared as {PICTURES[FAMILIES[name].strategy]}"
     assert caught.value.__notes__[0].endswith(f"its {found}; this model shares them as 0 1 2 3")
     assert not list((tmp_path / "save").iterdir())
+
+
+# --- stopping and going on, with a moving average ---
+
+AVERAGE = {
+    "fp32, every second update, from the third": (0.9, 2, 3, ["--ema-fp32"]),
+    "every update": (0.75, 1, 0, []),
+}
+
+
+@pytest.fixture(scope="module")
+def interrupted(folders, tmp_path_factory):
+    """Train each family for seven updates with a checkpoint after each, in one run and in two; return the folders."""
+    runs = {}
+    for number, (name, family) in enumerate(FAMILIES.items()):
+        decay, every, start, more = list(AVERAGE.values())[number == 0]
+        average = ["--store-ema", "--ema-decay", decay, "--ema-update-freq", every, "--ema-start-update", start, *more]
+        flags = [*family.sets(2), *average, "--save-interval-updates", 1, "--disable-validation", "--dropout", 0.3]
+        for kind, stops in (("one run", [7]), ("two runs", [3, 7])):
+            runs[name, kind] = tmp_path_factory.mktemp(kind.replace(" ", ""))
+            for stop in stops:
+                run_train(configure(family, folders[name], runs[name, kind], *flags, "--max-update", stop))
+    return runs
+
+
+def by_update(folder) -> list[dict]:
+    """Return one checkpoint for each update."""
+    states = [load_whole(path) for path in folder.glob("checkpoint*.pt")]
+    return [state for _, state in sorted({count_updates(state): state for state in states}.items())]
+
+
+def count_updates(state: dict) -> int:
+    return state["optimizer_history"][-1]["num_updates"]
+
+
+def assert_same(one, other, where: str = "") -> None:
+    """Compare nested state bit for bit."""
+    if torch.is_tensor(one):
+        assert torch.equal(one, other) and one.dtype == other.dtype, where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key, value in one.items():
+            if not str(key).endswith("._float_tensor"):  # whose number upstream leaves uninitialised
+                assert_same(value, other[key], f"{where}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            assert_same(*pair, f"{where}.{index}")
+    else:
+        assert one == other, where
+
+
+@EVERY_FAMILY
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(name, interrupted):
+    """Bit for bit: parameters, Adam's moments, moving average, learning rate and the place in the data."""
+    whole, resumed = (by_update(interrupted[name, kind]) for kind in ("one run", "two runs"))
+    assert len(whole) == len(resumed) == 7 and whole[2]["extra_state"]["train_iterator"]["iterations_in_epoch"] == 3
+    for one, other in zip(whole, resumed, strict=True):
+        for part in ("model", "last_optimizer_state"):
+            assert_same(one[part], other[part], part)
+        for part in ("ema", "ema_fp32_params", "train_iterator"):
+            assert_same(one["extra_state"].get(part), other["extra_state"].get(part), part)
+        assert one["optimizer_history"][-1] == other["optimizer_history"][-1]
+
+
+@EVERY_FAMILY
+def test_the_moving_average_is_that_of_unique_parameters(name, interrupted):
+    """Against a loop over the saved models, bit for bit, also after resuming; each tensor is in the file once."""
+    decay, every, start, _ = list(AVERAGE.values())[name == "translation"]
+    expected = None
+    for update, state in enumerate(by_update(interrupted[name, "two runs"]), 1):
+        found = state["extra_state"]["ema"]
+        model = {key: tensor for key, tensor in state["model"].items() if "version" not in key}
+        if expected is None:  # fairseq starts to average after the first update
+            expected = {key: tensor.clone() for key, tensor in model.items()}
+        if update % every == 0:
+            weight = decay if update >= start else 0
+            for key, tensor in model.items():
+                expected[key].mul_(weight).add_(tensor, alpha=1 - weight)
+        assert found.keys() == state["model"].keys()
+        for key, tensor in expected.items():
+            assert key.endswith("_float_tensor") or torch.equal(found[key], tensor), (update, key)
+        assert unique_storages(found) == unique_storages(state["model"])
+        if "ema_fp32_params" in state["extra_state"]:
+            for key, tensor in state["extra_state"]["ema_fp32_params"].items():
+                assert key.endswith("_float_tensor") or torch.equal(found[key], tensor), (update, key)
+    assert not torch.equal(found[key], state["model"][key])
+
+
+@EVERY_FAMILY
+def test_the_moving_average_decodes(name, folders, interrupted, tmp_path):
+    """In fairseq, `save_ema_as_checkpoint` puts it in the model's place; every tensor stays one."""
+    source = interrupted[name, "one run"] / "checkpoint_last.pt"
+    checkpoint_utils.save_ema_as_checkpoint(str(source), str(tmp_path / "ema.pt"))
+    saved, average = load_whole(tmp_path / "ema.pt")["model"], load_whole(source)["extra_state"]["ema"]
+    assert_same(saved, average)
+    assert unique_storages(saved) == unique_storages(average)
+    assert_restored(name, hub_model(name, folders[name], tmp_path / "ema.pt"), tmp_path / "ema.pt")
+    found, other = (evaluate(name, folders[name], path) for path in (tmp_path / "ema.pt", source))
+    assert found.keys() == other.keys() and found["validate"] != other["validate"]
+
+
+@EVERY_FAMILY
+def test_a_moving_average_seeds_another(name, folders, interrupted, tmp_path):
+    source = interrupted[name, "one run"] / "checkpoint_last.pt"
+    flags = ["--store-ema", "--ema-decay", 0.75, "--ema-seed-model", source, "--max-update", 1]
+    run_train(configure(FAMILIES[name], folders[name], tmp_path, *FAMILIES[name].sets(2), *flags))
+    state, seed = load_whole(tmp_path / "checkpoint_last.pt"), load_whole(source)["extra_state"]["ema"]
+    for key, tensor in state["model"].items():
+        if "version" not in key and not key.endswith("_float_tensor"):
+            assert torch.equal(state["extra_state"]["ema"][key], (seed[key] * 0.75).add_(tensor, alpha=0.25)), key
+
+
+# --- earlier versions, and strangers ---
+
+KEPT = {name: REPOSITORY / "tests" / "data" / name.split()[0] for name in FAMILIES}
+
+
+def copy_kept(name: str, folder):
+    """Copy a kept checkpoint and its data; what the manifests of speech say of clips holds in the folder above."""
+    copied = shutil.copytree(KEPT[name], folder / KEPT[name].name)
+    for manifest in copied.glob("*.tsv"):
+        manifest.write_text(manifest.read_text("utf-8").replace("speech/", f"{copied}/"), encoding="utf-8")
+    return copied
+
+
+@EVERY_FAMILY
+def test_an_old_checkpoint_computes_what_it_did(name, tmp_path):
+    """Scores, losses and symbols of version 0.1.0 (see tests/data/README.md)."""
+    folder = copy_kept(name, tmp_path)
+    found = evaluate(name, folder, folder / "model.pt")
+    expected = json.loads((folder / "expected.json").read_text("utf-8"))
+    assert found.keys() == expected.keys()
+    for command, numbers in expected.items():
+        assert found[command] == pytest.approx(numbers, abs=2e-3), command
+
+
+def test_training_goes_on_from_an_old_checkpoint(tmp_path):
+    folder = copy_kept("language model", tmp_path)
+    family = FAMILIES["language model"]
+    for suffix in ("bin", "idx"):
+        shutil.copyfile(folder / f"test.{suffix}", folder / f"train.{suffix}")
+    before = load_whole(folder / "model.pt")
+    updates = count_updates(before)
+    flags = ["--decoder-layers", 3, "--decoder-ffn-embed-dim", 16, "--max-update", updates + 1, "--reset-dataloader"]
+    run_train(
+        configure(family, folder, tmp_path / "save", *family.sets(2), *flags, "--restore-file", folder / "model.pt")
+    )
+    after = load_whole(tmp_path / "save" / "checkpoint_last.pt")
+    assert count_updates(after) == updates + 1 and after["model"].keys() == before["model"].keys()
+    assert after["last_optimizer_state"]["state"][0]["step"] == updates + 1
+
+
+class Payload:
+    """A pickle that would create a file when loaded without care."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize(("name", "place"), zip(FAMILIES, ["cfg", "model"] * 2, strict=True))
+def test_a_hostile_checkpoint_does_not_run_anywhere(name, place, folders, trained, tmp_path):
+    """In training, the commands, the hub and the tools: refused, be the payload in the place of cfg or of a tensor."""
+    ran, path = tmp_path / "ran", tmp_path / "hostile.pt"
+    state = load_whole(trained[name, "shared"])
+    torch.save(
+        {**state, place: {**state["model"], "payload": Payload(ran)} if place == "model" else Payload(ran)}, path
+    )
+    config = configure(FAMILIES[name], folders[name], tmp_path / "save", "--restore-file", path)
+    for load in (
+        lambda: checkpoint_utils.load_checkpoint(config.checkpoint, build_trainer(config)),
+        lambda: evaluate(name, folders[name], path),
+        lambda: hub_model(name, folders[name], path),
+        lambda: checkpoint_utils.load_ema_from_checkpoint(str(path)),
+        lambda: load_checkpoint(str(path)),
+    ):
+        with pytest.raises((pickle.UnpicklingError, ValueError), match="io.open"):
+            load()
+    assert not ran.exists()
+    torch.load(path, weights_only=False)["cfg"]  # the payload itself works
+    assert ran.exists()
