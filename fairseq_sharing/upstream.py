@@ -20,6 +20,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.models import BaseFairseqModel
 from fairseq.models.ema.ema import EMA
+from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationTask
 from fairseq.trainer import Trainer
 
@@ -245,6 +246,30 @@ def keep_aliases_of_average(load_ema):
     return wrapper
 
 
+def batch_as_in_the_first_epoch(get_batch_iterator):
+    """Put the same sentences into batches after resuming as before.
+
+    Upstream sorts them once, by a seed of the epoch in which its process starts, and uses these batches in all epochs:
+    a run that is resumed after its first epoch goes on with others.
+    """
+
+    @functools.wraps(get_batch_iterator)
+    def wrapper(self, dataset, *args, **kwargs):
+        epoch = kwargs.get("epoch", 1)
+        renewed = (kwargs.get(name) for name in ("disable_iterator_cache", "update_epoch_batch_itr"))
+        kept = (
+            self.can_reuse_epoch_itr(dataset) and not any(renewed) and not getattr(self.cfg, "rebuild_batches", False)
+        )
+        if not kept or dataset in self.dataset_to_epoch_iter:
+            return get_batch_iterator(self, dataset, *args, **kwargs)
+        iterator = get_batch_iterator(self, dataset, *args, **{**kwargs, "epoch": 1})
+        iterator.epoch = epoch
+        dataset.set_epoch(epoch)
+        return iterator
+
+    return wrapper
+
+
 def augment_by_epoch_and_clip(getitem):
     """Draw SpecAugment and the like from the seed, the epoch and the clip.
 
@@ -387,6 +412,7 @@ def apply() -> None:
     replace(EMA, "_step_internal", decay_each_tensor_once)
     replace(EMA, "build_fp32_params", keep_fp32_once)
     replace(checkpoint_utils, "load_ema_from_checkpoint", keep_aliases_of_average)
+    replace(FairseqTask, "get_batch_iterator", batch_as_in_the_first_epoch)
     replace(SpeechToTextDataset, "__getitem__", augment_by_epoch_and_clip)
     replace(SpeechToTextDataset, "set_epoch", set_epoch_of_clips)
     replace(SpeechToTextDatasetCreator, "from_tsv", pass_seed_to_clips)

@@ -235,7 +235,7 @@ def test_records_of_every_part():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
+    return make_data(tmp_path_factory.mktemp("data"), sentences=28)
 
 
 @pytest.fixture(scope="module")
@@ -464,13 +464,16 @@ AVERAGE = {
 
 @pytest.fixture(scope="module")
 def interrupted(folders, tmp_path_factory):
-    """Train each family for seven updates with a checkpoint after each, in one run and in two; return the folders."""
+    """Train each family for nine updates with a checkpoint after each, in one run and in three; return the folders.
+
+    An epoch has two to four updates.
+    """
     runs = {}
     for number, (name, family) in enumerate(FAMILIES.items()):
         decay, every, start, more = list(AVERAGE.values())[number == 0]
         average = ["--store-ema", "--ema-decay", decay, "--ema-update-freq", every, "--ema-start-update", start, *more]
         flags = [*family.sets(2), *average, "--save-interval-updates", 1, "--disable-validation", "--dropout", 0.3]
-        for kind, stops in (("one run", [7]), ("two runs", [3, 7])):
+        for kind, stops in (("one run", [9]), ("three runs", [3, 7, 9])):
             runs[name, kind] = tmp_path_factory.mktemp(kind.replace(" ", ""))
             for stop in stops:
                 run_train(configure(family, folders[name], runs[name, kind], *flags, "--max-update", stop))
@@ -507,8 +510,10 @@ def assert_same(one, other, where: str = "") -> None:
 @EVERY_FAMILY
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(name, interrupted):
     """Bit for bit: parameters, Adam's moments, moving average, learning rate and the place in the data."""
-    whole, resumed = (by_update(interrupted[name, kind]) for kind in ("one run", "two runs"))
-    assert len(whole) == len(resumed) == 7 and whole[2]["extra_state"]["train_iterator"]["iterations_in_epoch"] == 3
+    whole, resumed = (by_update(interrupted[name, kind]) for kind in ("one run", "three runs"))
+    places = [state["extra_state"]["train_iterator"] for state in whole]
+    assert len(whole) == len(resumed) == 9 and places[6]["epoch"] > 1
+    assert any(places[update - 1]["iterations_in_epoch"] for update in (3, 7))
     for one, other in zip(whole, resumed, strict=True):
         for part in ("model", "last_optimizer_state"):
             assert_same(one[part], other[part], part)
@@ -522,7 +527,7 @@ def test_the_moving_average_is_that_of_unique_parameters(name, interrupted):
     """Against a loop over the saved models, bit for bit, also after resuming; each tensor is in the file once."""
     decay, every, start, _ = list(AVERAGE.values())[name == "translation"]
     expected = None
-    for update, state in enumerate(by_update(interrupted[name, "two runs"]), 1):
+    for update, state in enumerate(by_update(interrupted[name, "three runs"]), 1):
         found = state["extra_state"]["ema"]
         model = {key: tensor for key, tensor in state["model"].items() if "version" not in key}
         if expected is None:  # fairseq starts to average after the first update

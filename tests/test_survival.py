@@ -12,8 +12,8 @@ from families import EVERY_FAMILY, FAMILIES, load_whole, make_data, train_words
 from test_checkpoint import assert_same, count_updates
 
 pytestmark = pytest.mark.slow
-KILLS = 24
-UPDATES = 260
+KILLS = 22
+UPDATES = 220
 
 
 def read(path) -> dict | None:
