@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from conftest import FOUR_FROM_TWO, REPOSITORY, TINY, TINY_ARCHS, build
@@ -18,6 +19,7 @@ from fairseq.models.ema.ema import EMA
 from families import EVERY_FAMILY, FAMILIES, build_trainer, configure, evaluate, load_whole, make_data, run_train
 from torch.nn.utils import prune
 
+from fairseq_sharing import upstream
 from fairseq_sharing.checkpoint import RECORD, decode_sharing, encode_sharing
 from fairseq_sharing.sharing import Sharing
 from fairseq_sharing.tools.files import load_checkpoint
@@ -592,6 +594,28 @@ def test_an_old_checkpoint_computes_what_it_did(name, tmp_path):
     assert found.keys() == expected.keys()
     for command, numbers in expected.items():
         assert found[command] == pytest.approx(numbers, abs=2e-3), command
+
+
+def test_no_class_is_allowed_without_need(folders, tmp_path):
+    """Training with --eval-bleu leaves arrays in the meters, criteria that count with numpy (F1) leave scalars."""
+    family, paths = FAMILIES["translation"], [tmp_path / "checkpoint_last.pt", tmp_path / "f1.pt"]
+    bleu = ["--eval-bleu", "--eval-bleu-args", '{"beam": 1, "max_len_b": 3}', "--best-checkpoint-metric", "bleu"]
+    run_train(configure(family, folders["translation"], tmp_path, *family.sets(2), *bleu, "--max-update", 5))
+    torch.save({**load_whole(paths[0]), "f1": [np.float64(0.5), np.int64(3)]}, paths[1])
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        upstream.allow_checkpoint_classes()
+        allowed = torch.serialization.get_safe_globals()
+        for each in allowed:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals([other for other in allowed if other is not each])
+            with pytest.raises(pickle.UnpicklingError):
+                [load_whole(path) for path in paths]
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+    assert len(allowed) == 7 and [load_whole(path) for path in paths]
 
 
 def test_training_goes_on_from_an_old_checkpoint(tmp_path):
