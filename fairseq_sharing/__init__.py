@@ -30,7 +30,8 @@ __version__ = "0.1.0"
 if importlib.util.find_spec("fairseq") is not None:
     # fairseq's text-to-speech task asks for tensorboardX whenever it is imported; tensorboard is enough here.
     logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)
-    from . import upstream
+    from . import checkpoint, upstream
 
     upstream.apply()
+    upstream.LOADING_CHECKS.append(checkpoint.refuse_into_stock_model)
     from . import models  # noqa: F401

@@ -124,6 +124,20 @@ def tie_again(layers: nn.ModuleList, incompatible_keys) -> None:
     tie_layers(layers)
 
 
+def refuse_into_stock_model(model: nn.Module, state_dict: dict) -> None:
+    """Compare the records with a model whose stacks never heard of sharing, such as fairseq's own.
+
+    Raises:
+        ValueError: the checkpoint's layers share parameters, those of the model do not.
+    """
+    modules = dict(model.named_modules())
+    for key in state_dict:
+        stack, _, name = key.rpartition(".")
+        if name == RECORD and stack in modules and not hasattr(modules[stack], "sharing"):
+            unshared = Sharing(tuple(range(len(modules[stack]))))
+            refuse(stack, f"shared as {decode_sharing(state_dict[key])}", unshared)
+
+
 def refuse(stack: str, found: str, wanted: Sharing) -> None:
     """Log the sentence, since fairseq's trainer replaces it by its own, then raise it."""
     sentence = f"cannot load this checkpoint: its {stack} were saved {found}; this model shares them as {wanted}"

@@ -15,10 +15,13 @@ import numpy as np
 import torch
 from fairseq import checkpoint_utils, search, utils
 from fairseq.data import data_utils
+from fairseq.data.audio.speech_to_text_dataset import SpeechToTextDataset, SpeechToTextDatasetCreator
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import metrics
+from fairseq.models import BaseFairseqModel
 from fairseq.models.ema.ema import EMA
+from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationTask
 from fairseq.trainer import Trainer
 
@@ -176,15 +179,19 @@ def find_rows_of_the_batch(step):
     return wrapper
 
 
+def first_name_of(state_dict: dict) -> dict[str, str]:
+    """Return for each name the first name of the same tensor."""
+    first, seen = {}, {}
+    for name, tensor in state_dict.items():
+        one_of_many = torch.is_tensor(tensor) and tensor.numel() > 0
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if one_of_many else name
+        first[name] = seen.setdefault(place, name)
+    return first
+
+
 def first_names(state_dict: dict) -> dict:
     """Return the state dict with each tensor under its first name only."""
-    first, seen = {}, set()
-    for name, tensor in state_dict.items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if torch.is_tensor(tensor) else name
-        if place not in seen or (torch.is_tensor(tensor) and tensor.numel() == 0):
-            first[name] = tensor
-        seen.add(place)
-    return first
+    return {name: state_dict[name] for name, first in first_name_of(state_dict).items() if name == first}
 
 
 def decay_each_tensor_once(step):
@@ -223,6 +230,120 @@ def restore_with_versions(restore):
     def wrapper(self, state_dict, *args, **kwargs):
         versions = {key: value for key, value in self.model.state_dict().items() if "version" in key}
         return restore(self, {**versions, **state_dict}, *args, **kwargs)
+
+    return wrapper
+
+
+def continue_averaging_in_step(load_checkpoint):
+    """Count on towards the next update of the moving average after resuming.
+
+    Upstream counts from nought again: with --ema-update-freq a resumed run averages other updates.
+    """
+
+    @functools.wraps(load_checkpoint)
+    def wrapper(self, *args, **kwargs):
+        extra_state = load_checkpoint(self, *args, **kwargs)
+        if extra_state is not None and self.cfg.ema.store_ema:
+            self.ema.update_freq_counter = self.get_num_updates() % max(1, self.cfg.ema.ema_update_freq)
+        return extra_state
+
+    return wrapper
+
+
+def keep_aliases_of_average(load_ema):
+    """Keep two names of one tensor one tensor where the moving average takes the model's place.
+
+    Upstream copies name by name, so that `save_ema_as_checkpoint` writes a tied embedding once per name.
+    """
+
+    @functools.wraps(load_ema)
+    def wrapper(path):
+        state = load_ema(path)
+        model, average = state["model"], state["extra_state"]["ema"]
+        for name, first in first_name_of(average).items():
+            model[name] = model[first]
+        return state
+
+    return wrapper
+
+
+def batch_as_in_the_first_epoch(get_batch_iterator):
+    """Put the same sentences into batches after resuming as before.
+
+    Upstream sorts them once, by a seed of the epoch in which its process starts, and uses these batches in all epochs:
+    a run that is resumed after its first epoch goes on with others.
+    """
+
+    @functools.wraps(get_batch_iterator)
+    def wrapper(self, dataset, *args, **kwargs):
+        epoch = kwargs.get("epoch", 1)
+        renewed = (kwargs.get(name) for name in ("disable_iterator_cache", "update_epoch_batch_itr"))
+        kept = (
+            self.can_reuse_epoch_itr(dataset) and not any(renewed) and not getattr(self.cfg, "rebuild_batches", False)
+        )
+        if not kept or dataset in self.dataset_to_epoch_iter:
+            return get_batch_iterator(self, dataset, *args, **kwargs)
+        iterator = get_batch_iterator(self, dataset, *args, **{**kwargs, "epoch": 1})
+        iterator.epoch = epoch
+        dataset.set_epoch(epoch)
+        return iterator
+
+    return wrapper
+
+
+def augment_by_epoch_and_clip(getitem):
+    """Draw SpecAugment and the like from the seed, the epoch and the clip.
+
+    Upstream draws from numpy's global state: a resumed run sees other masks than one that went on, and data workers all
+    see the same.
+    """
+
+    @functools.wraps(getitem)
+    def wrapper(self, index):
+        with data_utils.numpy_seed(getattr(self, "seed", 1), getattr(self, "epoch", 1), int(index)):
+            return getitem(self, index)
+
+    return wrapper
+
+
+def pass_seed_to_clips(from_tsv):
+    """Tell speech datasets the run's seed, which upstream uses for sampling only."""
+
+    @functools.wraps(from_tsv)
+    def wrapper(cls, *args, **kwargs):
+        dataset = from_tsv.__func__(cls, *args, **kwargs)
+        for each in getattr(dataset, "datasets", [dataset]):
+            getattr(each, "dataset", each).seed = kwargs.get("seed", 1)
+        return dataset
+
+    return wrapper
+
+
+def set_epoch_of_clips(set_epoch):
+    """Tell speech datasets the epoch."""
+
+    @functools.wraps(set_epoch)
+    def wrapper(self, epoch):
+        self.epoch = epoch
+        return set_epoch(self, epoch)
+
+    return wrapper
+
+
+LOADING_CHECKS = []  # functions of a model and a state dict that raise when these do not belong together
+
+
+def check_before_loading(load_state_dict):
+    """Let `LOADING_CHECKS` refuse a state dict before any fairseq model loads it.
+
+    Upstream gives no place for that: its own models answer a foreign file with pages of missing keys.
+    """
+
+    @functools.wraps(load_state_dict)
+    def wrapper(self, state_dict, *args, **kwargs):
+        for check in LOADING_CHECKS:
+            check(self, state_dict)
+        return load_state_dict(self, state_dict, *args, **kwargs)
 
     return wrapper
 
@@ -308,7 +429,7 @@ def replace(owner, name: str, wrap) -> None:
         return
     patched = wrap(original)
     patched.patched_by_fairseq_sharing = True
-    kind = type(owner.__dict__[name]) if isinstance(owner, type) else None  # staticmethod, classmethod or neither
+    kind = type(owner.__dict__.get(name)) if isinstance(owner, type) else None  # staticmethod, classmethod or neither
     setattr(owner, name, kind(patched) if kind in (staticmethod, classmethod) else patched)
 
 
@@ -331,6 +452,12 @@ def apply() -> None:
     replace(EMA, "restore", restore_with_versions)
     replace(EMA, "_step_internal", decay_each_tensor_once)
     replace(EMA, "build_fp32_params", keep_fp32_once)
-    replace(Trainer, "load_checkpoint", tell_why_loading_failed)
     replace(Trainer, "train_step", tell_model_about_update)
+    replace(checkpoint_utils, "load_ema_from_checkpoint", keep_aliases_of_average)
+    replace(FairseqTask, "get_batch_iterator", batch_as_in_the_first_epoch)
+    replace(SpeechToTextDataset, "__getitem__", augment_by_epoch_and_clip)
+    replace(SpeechToTextDataset, "set_epoch", set_epoch_of_clips)
+    replace(SpeechToTextDatasetCreator, "from_tsv", pass_seed_to_clips)
+    replace(BaseFairseqModel, "load_state_dict", check_before_loading)
+    replace(Trainer, "load_checkpoint", lambda load: continue_averaging_in_step(tell_why_loading_failed(load)))
     replace(TranslationTask, "setup_task", setup_task_checked)

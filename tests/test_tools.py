@@ -1,11 +1,13 @@
 """The command ``fairseq-sharing``: what it prints, what it writes, and how it fails."""
 
 import re
+from fractions import Fraction
 
 import pytest
 import torch
 from conftest import FOUR_FROM_TWO, PLUGIN, REPOSITORY, TINY, build, parse
 from fairseq.models import ARCH_MODEL_REGISTRY
+from families import EVERY_FAMILY, FAMILIES, build_trainer, configure, make_data
 
 from fairseq_sharing.checkpoint import RECORD
 from fairseq_sharing.models.transformer_shared import PRESETS, SIZES
@@ -324,6 +326,92 @@ def test_average_refuses(folder, capsys):
     assert "there is no folder" in fails(capsys, *inputs, first, "--output", folder / "no" / "out.pt")
     assert "no file" in fails(capsys, *inputs, folder / "missing.pt", "--output", out)
     assert not out.exists()
+
+
+def write_model(path, **tensors) -> str:
+    """Write a checkpoint of these tensors; its name is kept where fairseq keeps the state of a run."""
+    model = {name: torch.as_tensor(value) for name, value in tensors.items()}
+    torch.save({"model": model, "extra_state": {"from": path.name}}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_average_is_right_to_the_last_bit(tmp_path, dtype):
+    """Numbers of which a sum in fp32 loses the small ones; the reference is exact."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(7, 500, generator=generator, dtype=torch.float64) * 10.0 ** torch.arange(-3, 4)[:, None]
+    values = values.to(dtype)
+    paths = [write_model(tmp_path / f"{number}.pt", w=row) for number, row in enumerate(values)]
+    assert main(["average", "--inputs", *paths, "--output", str(tmp_path / "out.pt")]) == 0
+    average = torch.load(tmp_path / "out.pt", weights_only=True)["model"]["w"]
+    expected = [float(sum(map(Fraction, column), Fraction(0)) / 7) for column in values.double().T.tolist()]
+    assert torch.equal(average, torch.tensor(expected, dtype=torch.float64).float())
+    if dtype == torch.float32:  # which fairseq's script would miss
+        assert not torch.equal(values.sum(0).div(7), average)
+
+
+def test_average_of_whole_numbers(tmp_path):
+    """They stay whole and of their kind, as in fairseq's script."""
+    counts = [
+        (torch.tensor([5, -3], dtype=kind), torch.tensor([8, -4], dtype=kind)) for kind in (torch.int64, torch.int8)
+    ]
+    first = write_model(tmp_path / "a.pt", n=counts[0][0], small=counts[1][0])
+    second = write_model(tmp_path / "b.pt", n=counts[0][1], small=counts[1][1])
+    assert main(["average", "--inputs", first, second, "--output", str(tmp_path / "out.pt")]) == 0
+    model = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
+    assert model["n"].tolist() == model["small"].tolist() == [6, -4]
+    assert (model["n"].dtype, model["small"].dtype) == (torch.int64, torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "numbers"),
+    [
+        (["--num-epoch-checkpoints", "2"], (11, 10)),
+        (["--num-epoch-checkpoints", "2", "--checkpoint-upper-bound", "10"], (10, 9)),
+        (["--num-update-checkpoints", "3"], (1100, 1000, 900)),
+        (["--num-update-checkpoints", "1", "--checkpoint-upper-bound", "1099"], (1000,)),
+    ],
+)
+def test_average_counts_as_fairseqs_script(tmp_path, flags, numbers):
+    """Numbers are compared as numbers; other files of the folder do not count; the newest one lends its other state."""
+    for number in (9, 10, 11):
+        write_model(tmp_path / f"checkpoint{number}.pt", w=[float(number)])
+        write_model(tmp_path / f"checkpoint_2_{number * 100}.pt", w=[number * 100.0])
+    for name in ("checkpoint_last.pt", "checkpoint_best.pt", "checkpoint12.pt.tmp", "checkpoint.best_loss_3.100.pt"):
+        write_model(tmp_path / name, w=[1e9])
+    assert main(["average", "--inputs", str(tmp_path), "--output", str(tmp_path / "out.pt"), *flags]) == 0
+    state = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert state["model"]["w"].tolist() == [sum(numbers) / len(numbers)]
+    newest = f"checkpoint_2_{numbers[0]}.pt" if numbers[0] > 100 else f"checkpoint{numbers[0]}.pt"
+    assert state["extra_state"] == {"from": newest}
+
+
+@EVERY_FAMILY
+def test_average_of_every_family(name, tmp_path, capsys):
+    """Each tensor once, equal to the mean; a model of that family loads it; another sharing is refused."""
+    family, data = FAMILIES[name], make_data(tmp_path / "data", sentences=8)[name]
+    trainers = [build_trainer(configure(family, data, tmp_path, *family.sets(2)), seed) for seed in (1, 2)]
+    states = [trainer.get_model().state_dict() for trainer in trainers]
+    paths = [write_model(tmp_path / f"{number}.pt", **state) for number, state in enumerate(states)]
+    assert main(["average", "--inputs", *paths, "--output", str(tmp_path / "out.pt")]) == 0
+    average = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
+    for key, tensor in states[0].items():
+        if tensor.is_floating_point() and not key.endswith("_float_tensor"):
+            assert torch.equal(average[key], ((tensor.double() + states[1][key].double()) / 2).float()), key
+    unique = sum(parameter.numel() for parameter in trainers[0].model.parameters())
+    floats = [tensor for tensor in average.values() if tensor.is_floating_point() and tensor.numel() > 1]
+    assert sum({tensor.data_ptr(): tensor.numel() for tensor in floats}.values()) == unique
+    trainers[1].get_model().load_state_dict(average)
+
+    capsys.readouterr()
+    other = build_trainer(configure(family, data, tmp_path, *family.sets(3))).get_model()
+    odd = write_model(tmp_path / "odd.pt", **other.state_dict())
+    sentence = fails(capsys, "average", "--inputs", paths[0], odd, "--output", tmp_path / "no.pt")
+    mine, theirs = (
+        model.get_submodule(next(iter(family.stacks.values()))).sharing for model in (trainers[0].model, other)
+    )
+    assert f"is shared as {mine} in" in sentence and f"and shared as {theirs} in" in sentence
+    assert not (tmp_path / "no.pt").exists()
 
 
 # --- the command itself ---

@@ -3,14 +3,19 @@
 import argparse
 import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import build_dictionary, run
+from conftest import TINY, build, build_dictionary, run
 from fairseq import checkpoint_utils, search, utils
-from fairseq.data import data_utils
+from fairseq.data import Dictionary, data_utils
+from fairseq.data.audio.data_cfg import S2TDataConfig
+from fairseq.data.audio.speech_to_text_dataset import SpeechToTextDatasetCreator
 from fairseq.file_io import PathManager
+from fairseq.models.transformer import TransformerModel
+from families import make_data
 
 from fairseq_sharing import upstream
 
@@ -99,6 +104,48 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch, caplog):
         checkpoint_utils.torch_persistent_save({}, str(path))
     assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["checkpoint1.pt"]
     assert "cannot write checkpoint" in caplog.text and "MiB are free there" in caplog.text
+
+
+def test_an_average_in_the_models_place_keeps_aliases(tmp_path):
+    tensor, equal = torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=torch.float16)
+    average = {"a": tensor, "b": tensor, "c": equal, "n": torch.tensor(1)}
+    torch.save({"model": {}, "extra_state": {"ema": average}}, tmp_path / "a.pt")
+    model = checkpoint_utils.load_ema_from_checkpoint(str(tmp_path / "a.pt"))["model"]
+    assert model["a"] is model["b"] and model["a"] is not model["c"]
+    assert all(torch.equal(model[key], value.float()) for key, value in average.items())
+
+
+def test_speech_is_augmented_by_seed_epoch_and_clip(tmp_path):
+    """Not by what numpy's random numbers were used for before: a resumed run must see the same masks."""
+    folder = str(make_data(tmp_path, sentences=8)["speech"])
+    config, dictionary = S2TDataConfig(Path(folder, "config.yaml")), Dictionary.load(f"{folder}/dict.txt")
+
+    def clip(index: int, epoch: int, seed: int = 1, part: str = "train"):
+        dataset = SpeechToTextDatasetCreator.from_tsv(
+            folder, config, part, dictionary, None, None, is_train_split=part == "train", epoch=1, seed=seed
+        )
+        dataset.set_epoch(epoch)
+        return dataset[index].source
+
+    np.random.seed(3)
+    first, state = clip(0, epoch=1), np.random.get_state()[1].tolist()
+    np.random.seed(4)
+    assert torch.equal(clip(0, epoch=1), first)
+    np.random.seed(3)
+    assert np.random.get_state()[1].tolist() == state  # and leaves them alone
+    assert not torch.equal(clip(0, epoch=2), first) and not torch.equal(clip(0, epoch=1, seed=2), first)
+    masked = [clip(index, epoch=1).numpy() != np.load(f"{folder}/clip-train{index}.npy") for index in range(6)]
+    assert len({each[:12].tobytes() for each in masked}) > 2  # of the twelve frames that every clip has
+    assert torch.equal(clip(0, epoch=1, part="valid"), clip(0, epoch=2, part="valid"))
+
+
+def test_checks_come_before_loading(monkeypatch):
+    seen = []
+    monkeypatch.setattr(upstream, "LOADING_CHECKS", [lambda model, state: seen.append((type(model), state))])
+    model = build("transformer", *TINY, "--encoder-layers", "1", "--decoder-layers", "1")
+    state = model.state_dict()
+    model.load_state_dict(state)
+    assert seen == [(TransformerModel, state)]
 
 
 @pytest.mark.parametrize("sentences", [1, 7, 8, 30, 50])

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,10 @@ def load_checkpoint(path: str) -> dict:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = first_line(error).split(" In PyTorch")[0]
+        found = re.search(
+            r"WeightsUnpickler error: (.*?)(?:\. |$)", str(error), re.MULTILINE
+        )  # below advice to trust it
+        reason = found[1] if found else first_line(error)
         raise ValueError(f"{path} is no checkpoint that can be loaded safely: {reason}") from None
     except (RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is no checkpoint, or a truncated one: {first_line(error)}") from None
