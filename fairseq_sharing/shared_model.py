@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from .checkpoint import register_checkpoint_hooks
 from .options import add_sharing_args, as_namespace, get_sharing
-from .sharing import count_saved, share_layers
+from .sharing import count_saved, share_layers, tie_names, tied_names
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,17 @@ class SharedLayers:
             for line in self.__dict__.pop("startup_lines", []):
                 logger.info(line)
         return super().train(mode)
+
+    def _apply(self, fn, recurse=True):
+        """Convert as torch does (``to``, ``half``, ``to_empty`` and the like), and keep every tie.
+
+        torch makes a new parameter for each name when the new device is of another kind, such as ``meta``, and under
+        ``torch.__future__.set_overwrite_module_params_on_conversion(True)``.
+        """
+        groups = tied_names(self)
+        super()._apply(fn, recurse)
+        tie_names(self, groups)
+        return self
 
 
 def share_stack(layers, args, stack: str) -> None:
