@@ -65,6 +65,9 @@ FAMILIES = {
         *("--attention-dropout", 0),
     ],
 }
+# A large epsilon: Adam would blow up the rounding errors of gradients that are zero but for these.
+ADAM = ["--optimizer", "adam", "--adam-eps", 1e-3, "--lr", 1e-2]
+SGD = ["--optimizer", "sgd", "--lr", 0.5]
 # Families whose models have these options in fairseq.
 CHECKPOINTED = ("translation", "language_modeling")
 LAYERDROP = {
@@ -109,14 +112,12 @@ def prepare(folder: Path, run=run) -> None:
             raise RuntimeError(f"{' '.join(map(str, command))} exited with {status}:\n{output}")
 
 
-def train_command(family: str, data: Path, save: Path) -> list:
+def train_command(family: str, data: Path, save: Path, optimizer=ADAM) -> list:
     """Return fairseq-train for a few updates of a tiny model, without dropout and validation."""
     folder, *flags = FAMILIES[family]
     return [
         *("fairseq-train", data / folder, "--user-dir", REPOSITORY / "fairseq_sharing", "--save-dir", save, *flags),
-        # A large epsilon: Adam would blow up the rounding errors of gradients that are zero but for these.
-        *("--dropout", 0, "--optimizer", "adam", "--adam-eps", 1e-3, "--lr", 1e-2, "--lr-scheduler", "fixed"),
-        *("--max-update", UPDATES),
+        *("--dropout", 0, *optimizer, "--lr-scheduler", "fixed", "--max-update", UPDATES),
         *("--required-batch-size-multiple", 1, "--num-workers", 0, "--disable-validation", "--no-progress-bar"),
         *("--log-format", "simple", "--log-interval", 1),
     ]
@@ -156,6 +157,7 @@ class Check:
         reference: name of the check whose run it must agree with, or None.
         bound: how far the last loss may be from the reference's.
         parameters: how far any parameter may be from the reference's, or None.
+        optimizer: its flags.
     """
 
     family: str
@@ -165,6 +167,7 @@ class Check:
     reference: str | None = None
     bound: float = 0.0
     parameters: float | None = None
+    optimizer: tuple = tuple(ADAM)
 
 
 def list_checks(families, cpu: bool) -> list[Check]:
@@ -189,9 +192,9 @@ def list_checks(families, cpu: bool) -> list[Check]:
             checks.append(Check(family, name, [*ddp, *flags], 2, reference=batches, bound=0.05))
             if family in LAYERDROP:  # SGD: Adam would go on moving a set that has no gradient, or not, by the backend
                 unused = ["--find-unused-parameters"] if backend == "pytorch_ddp" else []
-                flags = [*ddp, *unused, *LAYERDROP[family], "--optimizer", "sgd", "--lr", 0.5]
+                flags = [*ddp, *unused, *LAYERDROP[family]]
                 other = {"reference": "legacy_ddp LayerDrop", "bound": 1e-3, "parameters": 1e-5} if unused else {}
-                checks.append(Check(family, f"{backend} LayerDrop", flags, 2, **other))
+                checks.append(Check(family, f"{backend} LayerDrop", flags, 2, optimizer=tuple(SGD), **other))
     return checks
 
 
@@ -248,7 +251,8 @@ class Session:
         """Run a check's processes, unless they have run."""
         if (check.family, check.name) in self.trained:
             return
-        command = train_command(check.family, self.folder, self.checkpoint(check.family, check.name).parent)
+        save = self.checkpoint(check.family, check.name).parent
+        command = train_command(check.family, self.folder, save, check.optimizer)
         command += [*check.flags, *(["--cpu"] if self.cpu else ["--distributed-world-size", 1])]
         commands = [command] if check.processes == 1 else split_command(command, check.processes, self.gpus)
         with ThreadPoolExecutor(check.processes) as pool:
@@ -269,7 +273,7 @@ class Session:
         stored, unique, moments = count_stored(checkpoint)
         number = int(re.search(r"num. shared model params: ([\d,]+)", output)[1].replace(",", ""))
         found, passed = [f"loss {loss:.3f}", f"{stored:,} numbers stored"], stored == unique == number
-        if "sgd" not in check.flags:
+        if "adam" in check.optimizer:
             passed = passed and moments == number
             found.append(f"{moments:,} first moments")
         if check.reference is not None:

@@ -9,6 +9,7 @@ from conftest import REPOSITORY
 from training import check_gpu
 
 FAMILIES = list(check_gpu.FAMILIES)
+STACKS = {"translation": ("encoder", "decoder"), "language_modeling": ("decoder",), "masked_lm": ("encoder",)}
 
 
 def judge(session, family: str, name: str) -> None:

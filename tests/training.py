@@ -23,10 +23,16 @@ def configure(command: list, **common):
     return cfg
 
 
+def builder(command: list):
+    """Return a function that builds the model of a fairseq-train command."""
+    cfg = configure(command)
+    task = tasks.setup_task(cfg.task)
+    return lambda: task.build_model(cfg.model)
+
+
 def build(command: list):
     """Build the model of a fairseq-train command."""
-    cfg = configure(command)
-    return tasks.setup_task(cfg.task).build_model(cfg.model)
+    return builder(command)()
 
 
 def train_here(command: list, **common) -> str:
