@@ -170,7 +170,7 @@ class Check:
     optimizer: tuple = tuple(ADAM)
 
 
-def list_checks(families, cpu: bool) -> list[Check]:
+def list_checks(families, cpu: bool, gpus: int = 0) -> list[Check]:
     """Return all checks of these families."""
     half = [["--bf16"], ["--memory-efficient-bf16"], ["--amp"]]
     if not cpu:
@@ -180,10 +180,13 @@ def list_checks(families, cpu: bool) -> list[Check]:
         one, batches = "fp32", "fp32, --update-freq 2"
         checks += [Check(family, one, []), Check(family, batches, ["--update-freq", 2])]
         checks += [Check(family, " ".join(flags), flags, reference=one, bound=0.05) for flags in half]
+        if gpus > 1:
+            flags = ["--distributed-world-size", 2]
+            checks.append(Check(family, "two processes started by fairseq", flags, 1, batches, 1e-3, 1e-5))
         for backend in ("legacy_ddp", "pytorch_ddp"):
             ddp = ["--ddp-backend", backend]
             same = {"processes": 2, "reference": batches, "bound": 1e-3, "parameters": 1e-5}
-            checks.append(Check(family, f"{backend}", ddp, **same))
+            checks.append(Check(family, backend, ddp, **same))
             if backend == "legacy_ddp" and family in CHECKPOINTED:
                 flags = ["--checkpoint-activations"]
                 checks.append(Check(family, f"{backend} {flags[0]}", [*ddp, *flags], **same))
@@ -253,7 +256,7 @@ class Session:
             return
         save = self.checkpoint(check.family, check.name).parent
         command = train_command(check.family, self.folder, save, check.optimizer)
-        command += [*check.flags, *(["--cpu"] if self.cpu else ["--distributed-world-size", 1])]
+        command += [*(["--cpu"] if self.cpu else ["--distributed-world-size", 1]), *check.flags]
         commands = [command] if check.processes == 1 else split_command(command, check.processes, self.gpus)
         with ThreadPoolExecutor(check.processes) as pool:
             results = list(pool.map(self.run, commands))
@@ -290,7 +293,7 @@ class Session:
 def check_all(families, folder: Path, cpu: bool, gpus: int, jobs: int, run=run) -> int:
     """Run the checks of these families, print the table, and return how many failed."""
     session = Session(folder, cpu, gpus, run)
-    checks = list_checks(families, cpu)
+    checks = list_checks(families, cpu, gpus)
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(session.train, checks))
     failed = 0

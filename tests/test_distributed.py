@@ -1,12 +1,13 @@
 """Several processes: two with gloo on the CPU train as one does with twice the batches per update, in every family."""
 
+import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
 from conftest import REPOSITORY
-from training import check_gpu
+from training import check_gpu, configure
 
 FAMILIES = list(check_gpu.FAMILIES)
 STACKS = {"translation": ("encoder", "decoder"), "language_modeling": ("decoder",), "masked_lm": ("encoder",)}
@@ -70,6 +71,13 @@ def test_a_set_that_is_never_used_keeps_its_parameters(tiny, family):
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     layers = {name for name in before if ".layers." in name}
     assert layers and moved and not moved & layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_configuration_reaches_the_processes_that_fairseq_starts(tiny, family):
+    """One process for each GPU gets it by pickle."""
+    cfg = configure(check_gpu.train_command(family, tiny.folder, tiny.folder / "unused"))
+    assert pickle.loads(pickle.dumps(cfg)) == cfg
 
 
 def test_block_momentum(tiny):

@@ -256,7 +256,11 @@ def flags_of(tiny, family, flags) -> list:
     return words
 
 
-@pytest.mark.parametrize(("family", "flags"), MODELS, ids=lambda value: " ".join(map(str, value)) if value else "plain")
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    MODELS,
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)) or "plain",
+)
 def test_ties_survive(tiny, family, flags):
     """Layers, parts of layers, embeddings and factors: what was one parameter is one after every conversion."""
     build_one = builder(flags_of(tiny, family, flags))
