@@ -96,7 +96,7 @@ def alike(tiny):
         for column in same:
             row[column] = rows[0][column]
     lines = [header, *("\t".join(row) for row in rows)]
-    (tiny.folder / "speech" / "alike.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (tiny.folder / "speech" / "train_alike.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return len(rows)
 
 
@@ -105,13 +105,15 @@ def alike(tiny):
 def test_four_batches_per_update_are_one_of_four_times_the_size(tiny, alike, family, flags):
     if family == "masked_lm" and flags:
         pytest.skip("the criterion counts masked tokens")
-    part, sentences = ("alike", alike) if family == "speech_to_text" else ("valid", 8)
+    part, sentences = ("train_alike", alike) if family == "speech_to_text" else ("valid", 8)
     assert sentences % 4 == 0
     names = [f"{kind} {flags}" for kind in ("four", "one")]
     for name, batch in zip(names, (["--update-freq", 4], []), strict=True):
         size = sentences // 4 if batch else sentences
-        train_here(command(tiny, family, "--train-subset", part, "--batch-size", size, *batch, *flags, name=name))
-        assert saved(tiny, family, name)["optimizer_history"][-1]["num_updates"] == check_gpu.UPDATES
+        # An update is an epoch here. From the third on, fairseq's masks are other ones when epochs have other lengths.
+        words = ["--train-subset", part, "--batch-size", size, "--max-update", 2, *batch, *flags]
+        train_here(command(tiny, family, *words, name=name))
+        assert saved(tiny, family, name)["optimizer_history"][-1]["num_updates"] == 2
     assert largest_difference(tiny, family, *names) < 1e-5
 
 
@@ -269,6 +271,10 @@ def test_ties_survive(tiny, family, flags):
     borrowed = sum(len(group) - 1 for group in expected)
     assert borrowed > 0
     for name, convert in CONVERSIONS.items():
+        if name == "pickle" and family == "language_modeling":  # nor does fairseq's, whose options are nameless classes
+            with pytest.raises(pickle.PicklingError, match="Can.t pickle"):
+                convert(build_one())
+            continue
         converted = convert(build_one())
         assert tied_names(converted) == expected, name
         state = converted.state_dict()  # which looks at every tie of the layers

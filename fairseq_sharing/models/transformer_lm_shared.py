@@ -86,9 +86,8 @@ def register_architecture(name: str, preset: str, upstream_architecture, **width
     model = type(
         name, (SharedLanguageModel,), {"PRESET": (strategy, num_unique), "__doc__": SharedLanguageModel.__doc__}
     )
-    model.__module__ = config.__module__ = __name__
-    # By their names, so that they can be pickled: fairseq sends the configuration to the process of each GPU.
-    globals()[name], globals()[config.__name__] = register_model(name, dataclass=config)(model), config
+    model.__module__ = __name__
+    globals()[name] = register_model(name, dataclass=config)(model)  # by its name, so that it can be pickled
 
     def architecture(args):
         set_defaults(args, **given)
