@@ -11,6 +11,7 @@ from argparse import Namespace
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Optional
 
+import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from omegaconf import DictConfig, OmegaConf
@@ -207,8 +208,13 @@ def resolve_sharing(args, stack: str, strategy: str, num_unique: int) -> None:
     setattr(args, f"{stack}_sharing", given["sharing"])
     setattr(args, f"{stack}_unique_layers", unique)
     setattr(args, f"{stack}_assignment", given["assignment"])
+    parsing = not hasattr(args, "_name")  # a checkpoint is loaded on another machine than it was trained on
+    if parsing:
+        check_precision(args)
     if get_sharing(args, stack).shares:
         check_neighbours(args, stack)
+        if parsing:
+            check_training(args, stack)
     else:  # nothing is shared, whatever it was called
         setattr(args, f"{stack}_sharing", "none")
         setattr(args, f"{stack}_unique_layers", None)
@@ -264,30 +270,69 @@ def check_neighbours(args, stack: str) -> None:
             f"--{stack}-layers-to-keep {as_text(keep)} cannot prune layers that share parameters "
             f"({stack}: {get_sharing(args, stack)})"
         )
-    for name in ("quant_noise_scalar", "quantization_config_path"):
+    for name, problem in (
+        ("quant_noise_pq", "would disturb a parameter set once for each layer that uses it"),
+        ("quant_noise_scalar", "would quantise only the first layer of each parameter set"),
+        ("quantization_config_path", "would quantise only the first layer of each parameter set"),
+    ):
         if getattr(args, name, None):
             refuse(
-                f"--{name.replace('_', '-')} {getattr(args, name)} would quantise only the first layer of each "
-                f"parameter set ({stack}: {get_sharing(args, stack)}) and cannot be combined with sharing"
+                f"--{name.replace('_', '-')} {getattr(args, name)} {problem} "
+                f"({stack}: {get_sharing(args, stack)}) and cannot be combined with sharing"
             )
     if getattr(args, "base_layers", 0):
         refuse(
             f"--base-layers {args.base_layers} cannot be combined with --{stack}-sharing "
             f"{getattr(args, f'{stack}_sharing')}: BASE layers are no part of the assignment"
         )
+
+
+def check_training(args, stack: str) -> None:
+    """Refuse ways to train that cannot be right when layers share parameters, and name the option to use instead."""
+    sharing = f"({stack}: {get_sharing(args, stack)})"
+    backend = getattr(args, "ddp_backend", None)
+    if backend in ("fully_sharded", "slowmo"):
+        reason = {
+            "fully_sharded": "wraps each layer by itself and cannot share parameters across layers",
+            "slowmo": "has never been tried with layers that share parameters",
+        }[backend]
+        refuse(f"--ddp-backend {backend} {reason} {sharing}: use --ddp-backend legacy_ddp")
+    if getattr(args, "pipeline_model_parallel", False):
+        refuse(
+            "--pipeline-model-parallel puts layers on different devices, where they cannot share parameters "
+            f"{sharing}: use --ddp-backend legacy_ddp"
+        )
+    parallel = getattr(args, "model_parallel_size", 1)
+    if parallel > 1:
+        refuse(
+            f"--model-parallel-size {parallel} needs Megatron's layers, which do not share parameters {sharing}: "
+            "use --ddp-backend legacy_ddp and leave it at 1"
+        )
     processes = max(getattr(args, "distributed_world_size", 1), int(os.environ.get("WORLD_SIZE", 1)))  # or torchrun's
-    checkpointed = getattr(args, "checkpoint_activations", False) or getattr(args, "offload_activations", False)
-    if checkpointed and processes > 1 and getattr(args, "ddp_backend", None) in ("pytorch_ddp", "c10d"):
+    if processes == 1 or backend not in ("pytorch_ddp", "c10d") or getattr(args, "use_bmuf", False):
+        return
+    if getattr(args, "checkpoint_activations", False) or getattr(args, "offload_activations", False):
         refuse(
-            f"--ddp-backend {args.ddp_backend} stops with 'marked ready twice' when {processes} processes train "
-            f"layers that share parameters ({stack}: {get_sharing(args, stack)}) with --checkpoint-activations: "
-            "use --ddp-backend legacy_ddp"
+            f"--ddp-backend {backend} stops with 'marked ready twice' when {processes} processes train "
+            f"layers that share parameters {sharing} with --checkpoint-activations: use --ddp-backend legacy_ddp"
         )
-    if getattr(args, "ddp_backend", None) == "fully_sharded":
-        refuse(
-            "--ddp-backend fully_sharded wraps each layer by itself and cannot share parameters across layers "
-            f"({stack}: {get_sharing(args, stack)}): use --ddp-backend legacy_ddp"
-        )
+    if getattr(args, "find_unused_parameters", False):
+        return
+    for name in (f"{stack}_layerdrop", "encoder_freezing_updates"):
+        if getattr(args, name, None):
+            refuse(
+                f"--ddp-backend {backend} stops when one of {processes} processes has no gradient for a parameter set "
+                f"{sharing}, which --{name.replace('_', '-')} {getattr(args, name)} brings about: "
+                "use --ddp-backend legacy_ddp, or add --find-unused-parameters"
+            )
+
+
+def check_precision(args) -> None:
+    """Refuse fp16 without a GPU, whatever is shared: fairseq's optimizer and its trainer, at an overflow, need one."""
+    for name in ("memory_efficient_fp16", "fp16"):  # the first implies the second
+        if getattr(args, name, False) and (getattr(args, "cpu", False) or not torch.cuda.is_available()):
+            flag = f"--{name.replace('_', '-')}"
+            refuse(f"{flag} needs a GPU, and this would train on the CPU: use {flag.replace('fp16', 'bf16')}")
 
 
 def parse_parts(text: str | None) -> list[str]:

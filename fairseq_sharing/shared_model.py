@@ -10,7 +10,7 @@ from .checkpoint import check_before_loading, register_checkpoint_hooks
 from .gradients import measure_gradient_norms
 from .options import add_sharing_args, as_namespace, get_sharing
 from .residual import list_scalings, measure_once, scale_residuals
-from .sharing import count_saved, share_layers
+from .sharing import count_saved, share_layers, tie_names, tied_names
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,17 @@ class SharedLayers:
             if any(list_scalings(self.get_submodule(path)) for path in self.STACKS.values()):
                 self.residual_hook = self.register_forward_pre_hook(measure_once, with_kwargs=True)
         return super().train(mode)
+
+    def _apply(self, fn, recurse=True):
+        """Convert as torch does (``to``, ``half``, ``to_empty`` and the like), and keep every tie.
+
+        torch makes a new parameter for each name when the new device is of another kind, such as ``meta``, and under
+        ``torch.__future__.set_overwrite_module_params_on_conversion(True)``.
+        """
+        groups = tied_names(self)
+        super()._apply(fn, recurse)
+        tie_names(self, groups)
+        return self
 
 
 def log_gradient_norms(trainer, samples: list) -> None:

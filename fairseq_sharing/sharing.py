@@ -163,6 +163,23 @@ def tie(owner: nn.Module, borrower: nn.Module, parts: Iterable[str], what: str) 
         setattr(borrower.get_submodule(path), leaf, parameter)
 
 
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """List the parameters of a module that have several names, such as tied embeddings and layers: their names."""
+    names = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def tie_names(module: nn.Module, groups: Iterable[Sequence[str]]) -> None:
+    """Let the names of each group, as `tied_names` lists them, be the parameter of the first of them."""
+    for first, *others in groups:
+        parameter = module.get_parameter(first)
+        for name in others:
+            path, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(path), leaf, parameter)
+
+
 def shared_names(layers: nn.ModuleList) -> list[tuple[int, int, str]]:
     """List what borrowers borrow as (borrower, owner, parameter name within the layer)."""
     sharing: Sharing = layers.sharing

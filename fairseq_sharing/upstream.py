@@ -6,6 +6,7 @@ function that upstream no longer has is left alone. Importing the package applie
 
 import argparse
 import functools
+import importlib.util
 import logging
 import os
 import shutil
@@ -13,13 +14,13 @@ import types
 
 import numpy as np
 import torch
-from fairseq import checkpoint_utils, search, utils
+from fairseq import checkpoint_utils, options, search, utils
 from fairseq.data import data_utils
 from fairseq.data.audio.speech_to_text_dataset import SpeechToTextDataset, SpeechToTextDatasetCreator
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import metrics
-from fairseq.models import BaseFairseqModel
+from fairseq.models import BaseFairseqModel, distributed_fairseq_model
 from fairseq.models.ema.ema import EMA
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationTask
@@ -138,6 +139,38 @@ def broadcast_with_torch(broadcast):
         box = [obj]
         torch.distributed.broadcast_object_list(box, src=src_rank, group=group, device=dist_device)
         return box[0]
+
+    return wrapper
+
+
+def wrap_on_the_cpu(ddp):
+    """Give DistributedDataParallel no device ids for a model on the CPU.
+
+    Upstream always gives them and torch refuses them there, so its default --ddp-backend only runs on GPUs.
+    """
+
+    @functools.wraps(ddp)
+    def wrapper(module, device_ids=None, output_device=None, **kwargs):
+        if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+            device_ids = output_device = None
+        return ddp(module, device_ids=device_ids, output_device=output_device, **kwargs)
+
+    return wrapper
+
+
+def parse_bf16_without_tpu(parse):
+    """Let --bf16 train on GPUs and CPUs.
+
+    Upstream's parser takes --bf16 for --tpu, though nothing in its training needs one: without torch_xla it stops.
+    """
+
+    @functools.wraps(parse)
+    def wrapper(*args, **kwargs):
+        parsed = parse(*args, **kwargs)
+        namespace = parsed[0] if isinstance(parsed, tuple) else parsed
+        if getattr(namespace, "bf16", False) and importlib.util.find_spec("torch_xla") is None:
+            namespace.tpu = False
+        return parsed
 
     return wrapper
 
@@ -447,6 +480,8 @@ def apply() -> None:
     replace(PathManager, "copy", copy_atomically)
     replace(checkpoint_utils, "torch_persistent_save", save_or_explain)
     replace(distributed_utils, "_broadcast_object_slow", broadcast_with_torch)
+    replace(options, "parse_args_and_arch", parse_bf16_without_tpu)
+    replace(distributed_fairseq_model, "DistributedDataParallel", wrap_on_the_cpu)
     replace(data_utils, "batch_by_size", keep_the_last_batch)
     replace(getattr(search, "DiverseBeamSearch", None), "step", find_rows_of_the_batch)
     replace(EMA, "restore", restore_with_versions)

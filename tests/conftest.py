@@ -150,3 +150,13 @@ def data(tmp_path_factory) -> Path:
     pairs = short_pairs(460)
     write_text(folder, train=pairs[:400], valid=pairs[400:430], test=pairs[430:460])
     return binarise(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """The tiny models of scripts/check_gpu.py and their data, for runs on the CPU."""
+    import training
+
+    folder = tmp_path_factory.mktemp("tiny")
+    training.check_gpu.prepare(folder, training.run)
+    return training.check_gpu.Session(folder, cpu=True, gpus=0, run=training.run)

@@ -142,6 +142,7 @@ def test_configurations_from_yaml():
         (["--sharing-parts", ""], "--sharing-parts : '' is none of"),
         (["--encoder-layers-to-keep", "0,1"], "--encoder-layers-to-keep 0,1 cannot prune"),
         (["--decoder-layers-to-keep", "0,1"], "--decoder-layers-to-keep 0,1 cannot prune"),
+        (["--quant-noise-pq", "0.1"], "--quant-noise-pq 0.1 would disturb a parameter set once for each layer"),
         (["--quant-noise-scalar", "0.5"], "--quant-noise-scalar 0.5 would quantise only the first layer of each"),
         (["--quantization-config-path", "q.yaml"], "--quantization-config-path q.yaml would quantise"),
         (["--base-layers", "1"], "--base-layers 1 cannot be combined with --encoder-sharing cycle"),
@@ -149,7 +150,19 @@ def test_configurations_from_yaml():
             ["--checkpoint-activations", "--distributed-world-size", "2"],
             "--ddp-backend pytorch_ddp stops .* 2 processes .* use --ddp-backend legacy_ddp",
         ),
+        (
+            ["--offload-activations", "--distributed-world-size", "2", "--find-unused-parameters"],
+            "--ddp-backend pytorch_ddp stops .* 2 processes .* use --ddp-backend legacy_ddp",
+        ),
+        (
+            ["--decoder-layerdrop", "0.2", "--distributed-world-size", "8"],
+            r"--ddp-backend pytorch_ddp stops when one of 8 processes .* which --decoder-layerdrop 0.2 brings about: "
+            "use --ddp-backend legacy_ddp, or add --find-unused-parameters",
+        ),
         (["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded .* use --ddp-backend legacy_ddp"),
+        (["--ddp-backend", "slowmo"], "--ddp-backend slowmo has never been tried .* use --ddp-backend legacy_ddp"),
+        (["--pipeline-model-parallel"], "--pipeline-model-parallel puts layers .* use --ddp-backend legacy_ddp"),
+        (["--model-parallel-size", "2"], "--model-parallel-size 2 needs Megatron's layers, .* leave it at 1"),
         (
             ["--share-all-embeddings", "--encoder-embed-dim", "64", "--decoder-embed-dim", "32"],
             "--encoder-embed-dim is 64 and --decoder-embed-dim is 32",
@@ -181,6 +194,64 @@ def test_activation_checkpointing_is_fine_with_one_process_or_legacy_ddp(monkeyp
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="4 processes"):
         parse(CYCLE, "--checkpoint-activations")
+
+
+def test_a_set_without_gradient_is_fine_with_one_process_or_another_backend():
+    drop = ["--encoder-layerdrop", "0.2", "--distributed-world-size"]
+    parse(CYCLE, *drop, "1")
+    parse(CYCLE, *drop, "2", "--find-unused-parameters")
+    for backend in ("legacy_ddp", "no_c10d"):
+        parse(CYCLE, *drop, "2", "--ddp-backend", backend)
+    parse(CYCLE, *drop, "2", "--use-bmuf")
+
+
+@pytest.mark.parametrize(
+    ("arch", "flags", "sentence"),
+    [
+        ("transformer_lm_shared_cycle", ["--quant-noise-pq", "0.1"], "--quant-noise-pq 0.1 would disturb"),
+        ("albert_encoder", ["--quant-noise-pq", "0.1"], "--quant-noise-pq 0.1 would disturb"),
+        ("albert_encoder", ["--quant-noise-scalar", "0.5"], "--quant-noise-scalar 0.5 would quantise"),
+        (
+            "transformer_lm_shared_cycle",
+            ["--decoder-layerdrop", "0.2", "--distributed-world-size", "2"],
+            "which --decoder-layerdrop 0.2 brings about",
+        ),
+        (
+            "albert_encoder",
+            ["--encoder-layerdrop", "0.2", "--distributed-world-size", "2"],
+            "which --encoder-layerdrop 0.2 brings about",
+        ),
+        (
+            "s2t_transformer_shared_cycle",
+            ["--encoder-freezing-updates", "10", "--distributed-world-size", "2"],
+            "which --encoder-freezing-updates 10 brings about",
+        ),
+        ("s2t_transformer_shared_cycle", ["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded wraps"),
+        ("albert_encoder", ["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded wraps"),
+        ("transformer_lm_shared_cycle", ["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded wraps"),
+    ],
+)
+def test_every_family_refuses_them(arch, flags, sentence):
+    task = {"s2t": "speech_to_text", "alb": "masked_lm"}.get(arch[:3], "language_modeling")
+    with pytest.raises(ValueError, match=sentence):
+        parse(arch, "--task", task, *flags)
+
+
+def test_fp16_needs_a_gpu():
+    for flag, other in (("--fp16", "--bf16"), ("--memory-efficient-fp16", "--memory-efficient-bf16")):
+        with pytest.raises(ValueError, match=f"{flag} needs a GPU, and this would train on the CPU: use {other}$"):
+            parse(CYCLE, flag, "--cpu", "--encoder-sharing", "none")
+
+
+def test_what_a_checkpoint_was_trained_with_does_not_matter_when_it_is_loaded():
+    """The architecture is called again with the arguments of the training, here a GPU's."""
+    args = parse(CYCLE)
+    loaded = argparse.Namespace(**vars(args), _name=CYCLE)
+    loaded.fp16, loaded.ddp_backend = True, "slowmo"
+    resolve_sharing(loaded, "encoder", "cycle", 6)
+    del loaded._name
+    with pytest.raises(ValueError, match="--fp16 needs a GPU"):
+        resolve_sharing(loaded, "encoder", "cycle", 6)
 
 
 def test_refused_only_where_something_is_shared():
