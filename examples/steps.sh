@@ -6,7 +6,7 @@
 set -euo pipefail
 
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONUNBUFFERED=1
-child=
+child= viewer=
 SHOW='train_inner|valid on|model params|parameter sets? \(|Loaded checkpoint|done training|Evaluated|Perplexity|error:|Error:'
 
 die() {
@@ -16,12 +16,12 @@ die() {
 
 # Commands run in the background, so that a signal is answered at once and nothing outlives the script.
 stop() {
-    local result=$?
+    local result=$? pid
     trap - EXIT
-    if [ -n "$child" ]; then
-        kill -TERM "$child" 2>/dev/null || true
-        wait "$child" 2>/dev/null || true
-    fi
+    for pid in $child $viewer; do
+        kill -TERM "$pid" 2>/dev/null || true
+        wait "$pid" 2>/dev/null || true
+    done
     if [ "$result" -ge 128 ]; then printf '\n%s: stopped; the same command goes on from here\n' "$0" >&2; fi
     exit "$result"
 }
@@ -58,7 +58,7 @@ begin() {
 
 # step NAME COMMAND...
 step() {
-    local name=$1 log=$RUN/$1.log started=$SECONDS
+    local name=$1 log=$RUN/$1.log started=$SECONDS before failed=0
     shift
     printf '\n== %s\n' "$name"
     if [ -e "$RUN/$name.done" ]; then
@@ -66,13 +66,22 @@ step() {
         echo "already done: $log"
         return
     fi
-    "$@" > >(tee -a "$log" | grep --line-buffered -E "$SHOW" || true) 2>&1 9>&- &
+    # The log is written by the command itself, so that it is whole when the next step reads it.
+    touch "$log"
+    before=$(wc -l <"$log")
+    "$@" >>"$log" 2>&1 9>&- &
     child=$!
-    wait "$child" || {
-        child=
+    tail -n "+$((before + 1))" -f "$log" 9>&- > >(grep --line-buffered -E "$SHOW" 9>&- || true) &
+    viewer=$!
+    wait "$child" || failed=1
+    child=
+    sleep 1 # for the last lines to be shown
+    kill "$viewer"
+    wait "$viewer" 2>/dev/null || true
+    viewer=
+    if [ "$failed" = 1 ]; then
         tail -n 5 "$log" >&2
         die "$name failed; its complete log: $log"
-    }
-    child=
+    fi
     echo "$((SECONDS - started)) seconds" >>"$RUN/$name.done"
 }

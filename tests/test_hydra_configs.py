@@ -14,6 +14,8 @@ import torch
 from conftest import PLUGIN, REPOSITORY, read_corpus, run
 from fairseq.models import ARCH_MODEL_REGISTRY
 
+from fairseq_sharing.tools.main import main
+
 # Family -> (YAML, its small sizes, its settings, the same for fairseq-train, the picture of the first stack).
 FAMILIES = {
     "translation": SimpleNamespace(
@@ -131,7 +133,8 @@ def decode_translation(data, use, hub) -> None:
     lines = (data.parent / "test.spm.en").read_text("utf-8").splitlines()
     found = hypotheses(use("fairseq-generate", "--gen-subset", "test", *SEARCH))
     assert len(found) == len(lines) == 30
-    assert hypotheses(use("fairseq-interactive", *SEARCH, "--input", data.parent / "test.spm.en")) == found
+    (data.parent / "few").write_text("".join(f"{line}\n" for line in lines[:5]), encoding="utf-8")
+    assert hypotheses(use("fairseq-interactive", *SEARCH, "--input", data.parent / "few")) == found[:5]
     assert hub.translate(lines[:5], **SEARCH_HERE) == found[:5]
 
 
@@ -152,13 +155,13 @@ def decode_language_model(data, use, hub) -> None:
     assert abs(loss + torch.cat(scores).mean().item() / math.log(2)) < 1e-3
 
     lines = (data.parent / "valid").read_text("utf-8").splitlines()
-    starts = [" ".join(line.split()[:3]) for line in lines]
+    starts = [" ".join(line.split()[:3]) for line in lines[:5]]
     (data.parent / "starts").write_text("".join(f"{start}\n" for start in starts), encoding="utf-8")
     blocks = ["--task", "language_modeling", "--sample-break-mode", "eos", *SEARCH]
     found = hypotheses(use("fairseq-generate", "--gen-subset", "valid", *blocks, "--prefix-size", 3))
     assert len(found) == len(lines) == 60
-    assert hypotheses(use("fairseq-interactive", *blocks, "--input", data.parent / "starts")) == found
-    assert hub.sample(starts[:5], **SEARCH_HERE) == found[:5]
+    assert hypotheses(use("fairseq-interactive", *blocks, "--input", data.parent / "starts")) == found[:5]
+    assert hub.sample(starts, **SEARCH_HERE) == found[:5]
 
 
 def decode_speech(data, use, hub) -> None:
@@ -193,9 +196,12 @@ DECODE = {
 }
 
 
-@pytest.mark.parametrize("how", ["hydra", "cli"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_example_trains_and_every_command_rebuilds_its_model(how, name, sources, tmp_path):
+# tests/test_end_to_end.py reads a translation model of fairseq-train by every command.
+RUNS = [*(("hydra", name) for name in FAMILIES), *(("cli", name) for name in FAMILIES if name != "translation")]
+
+
+@pytest.mark.parametrize(("how", "name"), RUNS)
+def test_example_trains_and_every_command_rebuilds_its_model(how, name, sources, tmp_path, capsys):
     data, picture = sources[name], FAMILIES[name].picture
     output = train(how, name, data, tmp_path)
     assert f": {picture};" in output
@@ -203,7 +209,8 @@ def test_example_trains_and_every_command_rebuilds_its_model(how, name, sources,
     saved = torch.load(path, weights_only=True)
     assert saved["optimizer_history"][-1]["num_updates"] == 2
 
-    shown = run(["fairseq-sharing", "show", "--path", path])
+    assert main(["show", "--path", str(path)]) == 0
+    shown = capsys.readouterr().out
     assert re.search("  set +" + picture.replace(" ", " +"), shown)
     tensors = [value for value in saved["model"].values() if value.is_floating_point() and value.numel() > 1]
     number = sum({value.data_ptr(): value.numel() for value in tensors}.values())

@@ -23,7 +23,6 @@ CTC=${CTC:-0.3}                # weight of the CTC loss on the encoder
 DROPOUT=${DROPOUT:-0.1}
 SPECAUGMENT=${SPECAUGMENT:-lb} # none, lb or ld
 SAVES=${SAVES:-8}              # how often during training to save and validate
-AVERAGE=${AVERAGE:-2}          # how many of the last saved models to average
 BEAM=${BEAM:-5}
 SEED=${SEED:-1}
 RUN=${RUN:-speech-run} # folder for everything that is written
@@ -36,10 +35,10 @@ AUDIO=${AUDIO:-$DATA}
 source "$here/../steps.sh"
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 plugin=$repo/fairseq_sharing
-tool=(python -m fairseq_sharing.tools.main)
 
 begin ARCH ENCODER_LAYERS ENCODER_UNIQUE DECODER_LAYERS DECODER_UNIQUE EMBED FFN CONV HEADS UPDATES WARMUP LR MAX_TOKENS \
-    CTC DROPOUT SPECAUGMENT SAVES AVERAGE BEAM SEED DATA AUDIO
+    CTC DROPOUT SPECAUGMENT SAVES BEAM SEED DATA AUDIO
+[ -e "$RUN/prepare.done" ] || rm -rf "$RUN/data" # of a call that was stopped
 SHOW='clips|error' step prepare python "$repo/scripts/prepare_speech.py" --audio-root "$AUDIO" --train "$DATA/train.tsv" \
     --valid "$DATA/valid.tsv" --test "$DATA/test.tsv" --vocab-type char --specaugment "$SPECAUGMENT" --out "$RUN/data"
 sharing=()
@@ -56,12 +55,10 @@ step train python -m fairseq_cli.train "$RUN/data" --user-dir "$plugin" --task s
     --optimizer adam --adam-betas '(0.9, 0.98)' --lr "$LR" --lr-scheduler inverse_sqrt --warmup-updates "$WARMUP" \
     --clip-norm 10 --max-update "$UPDATES" --max-tokens "$MAX_TOKENS" --max-tokens-valid 20000 \
     --seed "$SEED" --cpu --num-workers 0 --save-dir "$RUN/checkpoints" --no-epoch-checkpoints \
-    --save-interval-updates "$((UPDATES > SAVES ? UPDATES / SAVES : 1))" --keep-interval-updates "$AVERAGE" \
+    --save-interval-updates "$((UPDATES > SAVES ? UPDATES / SAVES : 1))" --keep-interval-updates 1 \
     --validate-interval 1000000 --log-format simple --log-interval "$((UPDATES > 60 ? UPDATES / 60 : 1))"
-SHOW='^averaged' step average "${tool[@]}" average --inputs "$RUN/checkpoints" --num-update-checkpoints "$AVERAGE" \
-    --output "$RUN/checkpoints/averaged.pt"
 SHOW='WER|^D-[0-7]	' step generate python -m fairseq_cli.generate "$RUN/data" --user-dir "$plugin" --task speech_to_text \
-    --gen-subset test --path "$RUN/checkpoints/averaged.pt" --beam "$BEAM" --scoring wer --max-tokens 20000 --cpu \
+    --gen-subset test --path "$RUN/checkpoints/checkpoint_best.pt" --beam "$BEAM" --scoring wer --max-tokens 20000 --cpu \
     --num-workers 0
 SHOW='words' step word-error-rates python "$here/word_error_rates.py" "$RUN/generate.log" "$RUN/data/test.tsv"
-SHOW='\.png' step curve "${tool[@]}" curves "$RUN/train.log" --out "$RUN/curve.png"
+SHOW='\.png' step curve python -m fairseq_sharing.tools.main curves "$RUN/train.log" --out "$RUN/curve.png"
