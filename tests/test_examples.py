@@ -12,7 +12,7 @@ import pytest
 from conftest import REPOSITORY, read_corpus
 
 pytestmark = pytest.mark.slow
-SIZES = {"UPDATES": "4", "SAVES": "2", "EMBED": "16", "FFN": "32", "WARMUP": "2"}
+SIZES = {"UPDATES": "60", "SAVES": "2", "EMBED": "16", "FFN": "32", "WARMUP": "2"}
 LAST = {"language_modeling": "unigram perplexity", "speech_to_text": "all: "}
 
 
@@ -44,9 +44,9 @@ def call(script, environment, **changes) -> subprocess.CompletedProcess:
 def test_stop_resume_finish_and_repeat(example, tmp_path):
     name, script, environment = example
     run = Path(environment["RUN"])
-    with subprocess.Popen([script], env={**environment, "UPDATES": "600"}, stdout=subprocess.PIPE, text=True) as first:
+    with subprocess.Popen([script], env={**environment, "UPDATES": "6000"}, stdout=subprocess.PIPE, text=True) as first:
         deadline = time.monotonic() + 600
-        while not ((run / "train.log").exists() and "train_inner" in (run / "train.log").read_text("utf-8")):
+        while not (run / "checkpoints" / "checkpoint_last.pt").exists():
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
         first.send_signal(signal.SIGTERM)
@@ -54,16 +54,17 @@ def test_stop_resume_finish_and_repeat(example, tmp_path):
     assert (run / "prepare.done").exists() and not (run / "train.done").exists()
     assert not any(os.fsencode(run) in line for line in command_lines())
     refused = call(script, environment)
-    assert refused.returncode == 2 and "was made with UPDATES=600, and now UPDATES=4 is asked for" in refused.stderr
+    assert refused.returncode == 2 and "was made with UPDATES=6000, and now UPDATES=60 is asked for" in refused.stderr
     settings = (run / "settings.txt").read_text("utf-8")
-    (run / "settings.txt").write_text(settings.replace("UPDATES=600", "UPDATES=4"), "utf-8")
+    (run / "settings.txt").write_text(settings.replace("UPDATES=6000", "UPDATES=60"), "utf-8")
 
     finished = call(script, environment)
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    assert "Loaded checkpoint" in (run / "train.log").read_text("utf-8")
     assert LAST[name] in finished.stdout and (run / "curve.png").stat().st_size > 1000
     repeated = call(script, environment)
     steps = len(list(run.glob("*.done")))
-    assert repeated.returncode == 0 and repeated.stdout.count("already done") == steps >= 6
+    assert repeated.returncode == 0 and repeated.stdout.count("already done") == steps >= 5
 
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
