@@ -54,7 +54,8 @@ step train python -m fairseq_cli.train "$bin" --user-dir "$plugin" --task langua
     --share-decoder-input-output-embed --dropout "$DROPOUT" --attention-dropout "$DROPOUT" \
     --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0 --lr "$LR" --lr-scheduler polynomial_decay \
     --warmup-updates "$WARMUP" --total-num-update "$UPDATES" --max-update "$UPDATES" \
-    --sample-break-mode none --tokens-per-sample "$CONTEXT" --max-tokens "$MAX_TOKENS" --max-tokens-valid 4096 --required-batch-size-multiple 1 \
+    --sample-break-mode none --tokens-per-sample "$CONTEXT" --max-tokens "$MAX_TOKENS" --max-tokens-valid 4096 \
+    --required-batch-size-multiple 1 \
     --seed "$SEED" --cpu --num-workers 0 --save-dir "$RUN/checkpoints" --no-epoch-checkpoints \
     --save-interval-updates "$((UPDATES > SAVES ? UPDATES / SAVES : 1))" --keep-interval-updates 1 \
     --log-format simple --log-interval "$((UPDATES > 60 ? UPDATES / 60 : 1))"
