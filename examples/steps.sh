@@ -7,7 +7,7 @@ set -euo pipefail
 
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONUNBUFFERED=1
 child= viewer=
-SHOW='train_inner|valid on|model params|parameter sets? \(|Loaded checkpoint|done training|Evaluated|Perplexity|error:|Error:'
+SHOW='train_inner|valid on|model params|parameter sets? \(|Loaded checkpoint|done training|Evaluated|Perplexity|rror:'
 
 die() {
     printf '%s: %s\n' "$0" "$*" >&2

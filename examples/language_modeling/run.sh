@@ -49,7 +49,8 @@ SHOW='perplexity|error' step unigram python -m fairseq_sharing.tools.main unigra
 sharing=()
 case $ARCH in transformer_lm_shared_*) sharing=(--decoder-unique-layers "$UNIQUE") ;; esac
 step train python -m fairseq_cli.train "$bin" --user-dir "$plugin" --task language_modeling --arch "$ARCH" \
-    --decoder-layers "$LAYERS" ${sharing[@]+"${sharing[@]}"} --decoder-embed-dim "$EMBED" --decoder-ffn-embed-dim "$FFN" \
+    --decoder-layers "$LAYERS" ${sharing[@]+"${sharing[@]}"} --decoder-embed-dim "$EMBED" \
+    --decoder-ffn-embed-dim "$FFN" \
     --decoder-input-dim "$EMBED" --decoder-output-dim "$EMBED" --decoder-attention-heads "$HEADS" \
     --share-decoder-input-output-embed --dropout "$DROPOUT" --attention-dropout "$DROPOUT" \
     --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0 --lr "$LR" --lr-scheduler polynomial_decay \
@@ -62,7 +63,8 @@ step train python -m fairseq_cli.train "$bin" --user-dir "$plugin" --task langua
 step evaluate "${evaluate[@]}"
 step evaluate-window "${evaluate[@]}" --context-window "$WINDOW"
 echo "$PROMPT" >"$RUN/prompt.txt"
-SHOW='^[SD]-' step sample python -m fairseq_cli.interactive "$bin" --input "$RUN/prompt.txt" --user-dir "$plugin" --cpu \
+SHOW='^[SD]-' step sample python -m fairseq_cli.interactive "$bin" --input "$RUN/prompt.txt" \
+    --user-dir "$plugin" --cpu \
     --task language_modeling --path "$best" --bpe sentencepiece --sentencepiece-model "$RUN/data/spm.model" \
     --sampling --sampling-topp 0.8 --beam 3 --nbest 3 --max-len-b 60 --seed "$SEED"
 SHOW='\.png' step curve python -m fairseq_sharing.tools.main curves "$RUN/train.log" --out "$RUN/curve.png"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Train a small speech-to-text model whose layers share parameters, from audio to word error rates, on one CPU thread.
 #
-#   DATA=corpus examples/speech_to_text/run.sh                    a folder with {train,valid,test}.tsv, and audio below it
+#   DATA=corpus examples/speech_to_text/run.sh                    a folder with {train,valid,test}.tsv, and audio
 #   DATA=corpus AUDIO=/audio RUN=speech-sequence ARCH=s2t_transformer_shared_sequence_s examples/speech_to_text/run.sh
 #
-# The TSVs have the columns audio (a path below AUDIO) and text. Stopped by Ctrl-C or otherwise, the same command goes on
-# from the last saved model; a finished step is not done again.
+# The TSVs have the columns audio (a path below AUDIO, which is DATA unless set) and text. Stopped by Ctrl-C or
+# otherwise, the same command goes on from the last saved model; a finished step is not done again.
 ARCH=${ARCH:-s2t_transformer_shared_sequence_s}
 ENCODER_LAYERS=${ENCODER_LAYERS:-6} # N of the encoder
 ENCODER_UNIQUE=${ENCODER_UNIQUE:-3} # M of the encoder
@@ -36,11 +36,12 @@ source "$here/../steps.sh"
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 plugin=$repo/fairseq_sharing
 
-begin ARCH ENCODER_LAYERS ENCODER_UNIQUE DECODER_LAYERS DECODER_UNIQUE EMBED FFN CONV HEADS UPDATES WARMUP LR MAX_TOKENS \
-    CTC DROPOUT SPECAUGMENT SAVES BEAM SEED DATA AUDIO
+begin ARCH ENCODER_LAYERS ENCODER_UNIQUE DECODER_LAYERS DECODER_UNIQUE EMBED FFN CONV HEADS UPDATES WARMUP LR \
+    MAX_TOKENS CTC DROPOUT SPECAUGMENT SAVES BEAM SEED DATA AUDIO
 [ -e "$RUN/prepare.done" ] || rm -rf "$RUN/data" # of a call that was stopped
-SHOW='clips|error' step prepare python "$repo/scripts/prepare_speech.py" --audio-root "$AUDIO" --train "$DATA/train.tsv" \
-    --valid "$DATA/valid.tsv" --test "$DATA/test.tsv" --vocab-type char --specaugment "$SPECAUGMENT" --out "$RUN/data"
+SHOW='clips|error' step prepare python "$repo/scripts/prepare_speech.py" --audio-root "$AUDIO" \
+    --train "$DATA/train.tsv" --valid "$DATA/valid.tsv" --test "$DATA/test.tsv" --vocab-type char \
+    --specaugment "$SPECAUGMENT" --out "$RUN/data"
 sharing=()
 case $ARCH in
     s2t_transformer_shared_*)
@@ -57,8 +58,8 @@ step train python -m fairseq_cli.train "$RUN/data" --user-dir "$plugin" --task s
     --seed "$SEED" --cpu --num-workers 0 --save-dir "$RUN/checkpoints" --no-epoch-checkpoints \
     --save-interval-updates "$((UPDATES > SAVES ? UPDATES / SAVES : 1))" --keep-interval-updates 1 \
     --validate-interval 1000000 --log-format simple --log-interval "$((UPDATES > 60 ? UPDATES / 60 : 1))"
-SHOW='WER|^D-[0-7]	' step generate python -m fairseq_cli.generate "$RUN/data" --user-dir "$plugin" --task speech_to_text \
-    --gen-subset test --path "$RUN/checkpoints/checkpoint_best.pt" --beam "$BEAM" --scoring wer --max-tokens 20000 --cpu \
-    --num-workers 0
+SHOW='WER|^D-[0-7]	' step generate python -m fairseq_cli.generate "$RUN/data" --user-dir "$plugin" \
+    --task speech_to_text --gen-subset test --path "$RUN/checkpoints/checkpoint_best.pt" --beam "$BEAM" --scoring wer \
+    --max-tokens 20000 --cpu --num-workers 0
 SHOW='words' step word-error-rates python "$here/word_error_rates.py" "$RUN/generate.log" "$RUN/data/test.tsv"
 SHOW='\.png' step curve python -m fairseq_sharing.tools.main curves "$RUN/train.log" --out "$RUN/curve.png"
