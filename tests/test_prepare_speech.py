@@ -194,6 +194,18 @@ def test_wrong_clips_are_refused(tmp_path, capsys, tsv, sentence):
     assert sentence in fails(capsys, out, *argv)
 
 
+@pytest.mark.parametrize("part", ["valid", "test"])
+@pytest.mark.parametrize(
+    ("tsv", "sentence"),
+    [("audio\ttext\n", "lists no clips"), ("audio\ttext\nmissing.wav\tyes\n", "line 2: there is no audio file")],
+)
+def test_each_part_needs_clips_and_audio(tmp_path, capsys, part, tsv, sentence):
+    (tmp_path / "wrong.tsv").write_text(tsv, "utf-8")
+    argv = command(tmp_path / "out")
+    argv[argv.index(f"--{part}") + 1] = tmp_path / "wrong.tsv"
+    assert sentence in fails(capsys, tmp_path / "out", *argv)
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "sentence"),
     [

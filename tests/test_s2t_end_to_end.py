@@ -1,6 +1,7 @@
 """Speech to text as a user does it: from real audio to a word error rate, with fairseq's own commands."""
 
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -87,6 +88,34 @@ def test_an_overfitted_model_decodes_what_it_learned(plain, overfitted):
     assert error_rate < 10
     assert len(hypotheses) == 20
     assert sum(hypotheses[number] == text for number, text in enumerate(texts)) >= 16
+
+
+def test_word_error_rates_of_each_source(tmp_path):
+    """By hand: one word of two is wrong at home; abroad one is left out and one too many is said, of three."""
+    rows = ["home/a.flac\ta\t9\tyes no\t", "abroad/b.flac\tb\t9\tone two\t", "abroad/c.flac\tc\t9\tthree\t"]
+    (tmp_path / "test.tsv").write_text("\n".join(["id\taudio\tn_frames\ttgt_text\tspeaker", *rows]) + "\n", "utf-8")
+    (tmp_path / "log").write_text("T-1\tone two\nD-1\t-0.1\ttwo\nD-0\t-0.2\tyes so\nD-2\t-1\tthree four\n", "utf-8")
+    script = [sys.executable, REPOSITORY / "examples" / "speech_to_text" / "word_error_rates.py", tmp_path / "log"]
+    printed = subprocess.run([*script, tmp_path / "test.tsv"], check=True, capture_output=True, text=True).stdout
+    assert printed.splitlines() == [
+        "abroad: 66.67 (2 clips, 3 words)",
+        "home: 50.00 (1 clips, 2 words)",
+        "all: 60.00 (3 clips, 5 words)",
+    ]
+    (tmp_path / "test.tsv").write_text("id\ttgt_text\na\tyes\n", "utf-8")
+    failed = subprocess.run([*script, tmp_path / "test.tsv"], capture_output=True, text=True)
+    assert failed.returncode == 2 and "has 3 hypotheses" in failed.stderr and "has 1 clips" in failed.stderr
+
+
+def test_an_empty_manifest_is_refused(plain, tmp_path):
+    """Preparation writes none; fairseq says so when one got there in another way."""
+    shutil.copytree(plain, tmp_path / "data")
+    manifest = tmp_path / "data" / "train.tsv"
+    manifest.write_text(manifest.read_text("utf-8").splitlines()[0] + "\n", "utf-8")
+    flags = ["--task", "speech_to_text", "--arch", REV, *SIZES, "--max-tokens", 1600, "--cpu", "--save-dir", tmp_path]
+    output = run(["fairseq-train", tmp_path / "data", "--user-dir", PLUGIN, *flags], check=False)
+    assert output.strip().splitlines()[-1] == f"ValueError: Empty manifest: {manifest}"
+    assert not list(tmp_path.glob("*.pt"))
 
 
 def test_show_reads_the_checkpoint(overfitted):

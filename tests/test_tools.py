@@ -1,11 +1,15 @@
 """The command ``fairseq-sharing``: what it prints, what it writes, and how it fails."""
 
+import math
 import re
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from conftest import FOUR_FROM_TWO, PLUGIN, REPOSITORY, TINY, build, parse
+from fairseq.data import Dictionary
+from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from fairseq.models import ARCH_MODEL_REGISTRY
 from families import EVERY_FAMILY, FAMILIES, build_trainer, configure, make_data
 
@@ -215,6 +219,45 @@ def test_show_notices_a_record_that_contradicts_the_configuration(tmp_path, caps
     path = save(build(*REV), tmp_path / "a.pt", ("transformer_shared_cycle", *REV[1:]))
     sentence = fails(capsys, "show", "--path", path)
     assert "were saved shared as 0 1 1 0, its configuration says 0 1 0 1" in sentence
+
+
+# --- unigram ---
+
+
+@pytest.fixture
+def binarised(tmp_path):
+    """Seven tokens to count from, six to measure: `a a b </s> a c </s>` and `a d </s> c b </s>`, where d is unknown."""
+    dictionary = Dictionary()
+    for symbol in "abc":
+        dictionary.add_symbol(symbol)
+    dictionary.save(str(tmp_path / "dict.txt"))
+    for split, lines in (("train", ["a a b", "a c"]), ("valid", ["a d", "c b"]), ("test", [])):
+        builder = MMapIndexedDatasetBuilder(str(tmp_path / f"{split}.bin"), dtype=np.uint16)
+        for line in lines:
+            builder.add_item(dictionary.encode_line(line, add_if_not_exist=False, line_tokenizer=str.split))
+        builder.finalize(str(tmp_path / f"{split}.idx"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens", "probabilities"),
+    [
+        # V = 7: <s>, <pad>, </s>, <unk>, a, b, c; each count of the training part raised by one, over 7 + 7
+        ([], 6, [4 / 14, 1 / 14, 3 / 14, 2 / 14, 2 / 14, 3 / 14]),
+        (["--begin"], 8, [3 / 16, 4 / 16, 1 / 16, 3 / 16, 3 / 16, 2 / 16, 2 / 16, 3 / 16]),
+    ],
+)
+def test_unigram_perplexity_by_hand(binarised, capsys, flags, tokens, probabilities):
+    assert main(["unigram", str(binarised), *flags]) == 0
+    perplexity = math.prod(probabilities) ** (-1 / tokens)
+    bits = f"({math.log2(perplexity):.3f} bits per token)"
+    assert capsys.readouterr().out == f"valid: {tokens} tokens, unigram perplexity {perplexity:.2f} {bits}\n"
+
+
+def test_unigram_refuses(binarised, capsys):
+    assert "there is no" in fails(capsys, "unigram", binarised / "no")
+    assert "has no part dev" in fails(capsys, "unigram", binarised, "--subsets", "dev")
+    assert "part test is empty" in fails(capsys, "unigram", binarised, "--subsets", "test")
 
 
 # --- average ---

@@ -1,6 +1,8 @@
 """The invariants of shared language models, and fairseq's commands for them on real text."""
 
 import re
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -12,6 +14,7 @@ from fairseq.models import build_model
 from fairseq.tasks.language_modeling import LanguageModelingTask
 
 from fairseq_sharing.models.transformer_lm_shared import PRESETS
+from fairseq_sharing.tools.unigram import count_tokens, unigram_bits
 
 TINY = [
     *("--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32", "--decoder-attention-heads", "2"),
@@ -350,6 +353,74 @@ def test_train_resume_average_evaluate(text, tmp_path, arch):
         ]
     )
     assert len(re.findall(r"^H-\d+\t", continued, re.MULTILINE)) == 60
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    """Real English in pieces, prepared by the example's script and binarised."""
+    folder = tmp_path_factory.mktemp("pieces")
+    for split, most in (("train", 4000), ("valid", 120), ("test", 120)):
+        (folder / f"{split}.txt").write_text("\n".join(read_corpus(split, "en")[:most]) + "\n", encoding="utf-8")
+    script = [sys.executable, REPOSITORY / "examples" / "language_modeling" / "prepare.py", "--data", folder]
+    subprocess.run([*script, "--out", folder / "data", "--vocab-size", "500"], check=True, capture_output=True)
+    prefixes = [word for split in ("train", "valid") for word in (f"--{split}pref", folder / f"data/{split}.pieces")]
+    run(["fairseq-preprocess", "--only-source", *prefixes, "--destdir", folder / "bin"])
+    return folder / "bin"
+
+
+def test_half_the_unigram_perplexity(pieces, tmp_path):
+    """The yardstick, what a model that heeds no context would pay, comes from the same text and pieces."""
+    run(
+        [
+            *(
+                "fairseq-train",
+                pieces,
+                "--user-dir",
+                PLUGIN,
+                "--task",
+                "language_modeling",
+                "--cpu",
+                "--num-workers",
+                0,
+            ),
+            *("--arch", "transformer_lm_shared_cycle_rev", "--decoder-layers", 4, "--decoder-unique-layers", 2),
+            *("--decoder-embed-dim", 64, "--decoder-ffn-embed-dim", 128, "--decoder-attention-heads", 4),
+            *("--share-decoder-input-output-embed", "--dropout", 0, "--tokens-per-sample", 32, "--max-tokens", 512),
+            *("--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--clip-norm", 1, "--lr", 0.01),
+            *("--lr-scheduler", "polynomial_decay", "--warmup-updates", 20, "--total-num-update", 200),
+            *("--max-update", 200, "--save-dir", tmp_path, "--no-epoch-checkpoints", "--no-progress-bar"),
+        ]
+    )
+    train, valid = (count_tokens(str(pieces), split) for split in ("train", "valid"))
+    evaluated = run(
+        [
+            *("fairseq-eval-lm", pieces, "--user-dir", PLUGIN, "--path", tmp_path / "checkpoint_last.pt", "--cpu"),
+            *("--gen-subset", "valid", "--tokens-per-sample", 32, "--max-tokens", 2000, "--num-workers", 0),
+        ]
+    )
+    assert f"Evaluated {valid.sum():,} tokens" in evaluated  # the same ones, </s> among them
+    assert float(re.search(r"Perplexity: ([\d.]+)", evaluated)[1]) < 2 ** unigram_bits(train, valid) / 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "sentence"),
+    [
+        ([], None, "holds neither train.txt nor train.txt.xz"),
+        ([], "\n \n", "holds no text"),
+        ([], "schön".encode("latin-1"), "cannot read"),
+        (["--vocab-size", "9000"], "A line of text.\n", "--vocab-size 9000 does not suit the training text"),
+        (["--out", "."], "A line of text.\n", "exists: remove it or choose another"),
+    ],
+)
+def test_the_examples_preparation_refuses(tmp_path, flags, text, sentence):
+    for split in ("train", "valid", "test") if text is not None else ():
+        (tmp_path / f"{split}.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+    before = sorted(tmp_path.iterdir())
+    script = REPOSITORY / "examples" / "language_modeling" / "prepare.py"
+    command = [sys.executable, script, "--data", tmp_path, "--out", tmp_path / "out", *flags]
+    failed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert failed.returncode == 2 and sentence in failed.stderr and len(failed.stderr.splitlines()) == 1
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_hydra_trains_from_yaml(text, tmp_path):

@@ -122,6 +122,23 @@ def build_without_memory(config, source_size: int, target_size: int):
         return build_model(config, SimpleNamespace(source_dictionary=source, target_dictionary=target), True)
 
 
+def register_heads(model, state: dict) -> None:
+    """Add the classification heads that a checkpoint holds: fairseq's tasks register them after building the model.
+
+    Args:
+        model: built without memory.
+        state: the checkpoint's tensors by name.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        for key, bias in state.items():
+            match = re.fullmatch(r"classification_heads\.([^.]+)\.out_proj\.bias", key)
+            if match:
+                width = len(state[f"classification_heads.{match[1]}.dense.bias"])
+                model.register_classification_head(match[1], num_classes=len(bias), inner_dim=width)
+
+
 def paths_of(model) -> dict[str, str]:
     """Return where the model keeps the layers of each stack: its STACKS, or what they would be for fairseq's models."""
     paths = getattr(model, "STACKS", None)
@@ -154,6 +171,9 @@ def count_components(model) -> list[tuple[str, int, int]]:
     if hasattr(getattr(model, "encoder", None), "subsample"):
         convolutions = sum(parameter.numel() for parameter in model.encoder.subsample.parameters())
         counts.insert(0, ("convolutions", convolutions, convolutions))
+    if getattr(model, "classification_heads", None):
+        heads = sum(parameter.numel() for parameter in model.classification_heads.parameters())
+        counts.append(("classification heads", heads, heads))
     rest = sum(parameter.numel() for parameter in model.parameters()) - sum(unique for _, unique, _ in counts)
     return [*counts, ("other", rest, rest)] if rest else counts
 
@@ -220,6 +240,7 @@ def read_checkpoint(path: str):
         raise ValueError(f"{path} is of architecture {arch}: {CANNOT_SHOW}")
     sizes = rows["encoder"] or rows["decoder"], rows["decoder"] or rows["encoder"]
     model = build_without_memory(config, *sizes)
+    register_heads(model, state["model"])
     for path_of_stack in paths_of(model).values():
         layers = model.get_submodule(path_of_stack)
         record = state["model"].get(f"{path_of_stack}.{RECORD}")
