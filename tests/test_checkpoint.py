@@ -149,7 +149,7 @@ def test_only_the_component_loads():
 
 
 # For each family how to build it, and a sharing that differs in the last stack that torch comes to.
-FAMILIES = {
+REFUSALS = {
     "translation": (build, REV, "decoder", ["--decoder-sharing", "sequence"]),
     "language model": (lm.build, LM, "decoder", ["--decoder-sharing", "sequence"]),
     "speech": (s2t.build, (s2t.REV, *s2t.SETS), "decoder", ["--decoder-sharing", "sequence"]),
@@ -157,11 +157,11 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REFUSALS)
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_refused_file_changes_nothing(family, whole):
     """Nor what torch would have loaded before it comes to the stack that does not fit, such as embeddings."""
-    build_one, common, part, other = FAMILIES[family]
+    build_one, common, part, other = REFUSALS[family]
     model, stranger = build_one(*common, *other, seed=2), build_one(*common, seed=1)
     loaded, saved = (each if whole else getattr(each, part) for each in (model, stranger))
     before = {name: value.clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
