@@ -18,6 +18,7 @@ from fairseq.models.transformer_lm import (
 from ..architecture import check_adaptive_softmax, check_heads, resolve_factorized_embedding, set_defaults
 from ..options import extend_config, refuse, resolve_sharing
 from ..shared_model import SharedLayers
+from ..upstream import check_data
 
 
 class SharedLanguageModel(SharedLayers, TransformerLanguageModel):
@@ -93,6 +94,7 @@ def register_architecture(name: str, preset: str, upstream_architecture, **width
         set_defaults(args, **given)
         resolve_factorized_embedding(args, "decoder_input_dim", "decoder_output_dim")
         upstream_architecture(args)
+        check_data(args)
         check(args)
         resolve_sharing(args, "decoder", strategy, num_unique)
 
