@@ -1,7 +1,16 @@
-"""Split this repository's English into pieces: LibreOffice's help for pretraining, film reviews for fine-tuning.
+"""Split this repository's English into pieces: running text and film reviews for pretraining, the reviews with labels.
 
-Writes {train,valid,test}.{text,input0,label} and spm.model into a folder, ready for ``fairseq-preprocess
---only-source``, and prints what a model that knows only how often each piece occurs would pay: the unigram entropy.
+Writes, into a folder and ready for ``fairseq-preprocess --only-source``:
+
+    {train,valid,valid1,test}.text    for masked language modelling, one sentence a line, lower-cased
+    {train,valid,test}.{input0,label} film reviews and whether they are positive, for classification
+    spm.model                         the pieces
+
+``train.text`` holds the novels and addresses of ``examples/language_modeling/data`` once and the text of the training
+reviews ``--review-copies`` times, each copy to be masked in another way; ``valid.text`` and ``test.text`` hold running
+text only, ``valid1.text`` the validation reviews. No text of validation or test is trained on.
+
+For each part the script prints what a model that knows only how often each piece occurs would pay: the unigram entropy.
 ``<s>`` and ``</s>`` count as pieces there, because fairseq masks them too.
 
 Example:
@@ -11,6 +20,7 @@ Example:
 import argparse
 import lzma
 import math
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -18,12 +28,32 @@ import sentencepiece
 
 EXAMPLES = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "valid", "test")
+LONGEST = 126  # pieces of a sentence for pretraining: 128 with <s> and </s>
 
 
-def read_lines(path: Path, most: int | None) -> list[str]:
-    """Return the first lines of a compressed file."""
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a compressed file."""
     with lzma.open(path, "rt", encoding="utf-8", newline="\n") as file:
-        return file.read().rstrip("\n").split("\n")[:most]
+        return file.read().rstrip("\n").split("\n")
+
+
+def choose(lines: list[str], most: int | None) -> list[str]:
+    """Return at most so many lines, evenly spaced: the reviews are in order of their source, positive ones first."""
+    return lines if most is None or most >= len(lines) else [lines[i * len(lines) // most] for i in range(most)]
+
+
+def read_sentences(split: str, most: int | None) -> list[str]:
+    """Return running text, lower-cased; of validation and test text every fourth sentence."""
+    paragraphs = read_lines(EXAMPLES / f"language_modeling/data/{split}.txt.xz")
+    sentences = [sentence for line in paragraphs for sentence in re.split("(?<=[.!?;]) +", line.lower())]
+    return choose(sentences[:: 1 if split == "train" else 4], most)
+
+
+def read_reviews(split: str, most: int | None) -> tuple[list[str], list[str]]:
+    """Return the labels of the film reviews and their text, lower-cased."""
+    lines = choose(read_lines(EXAMPLES / f"masked_lm/data/{split}.tsv.xz"), most)
+    labels, reviews = zip(*(line.split("\t") for line in lines), strict=True)
+    return list(labels), [review.lower() for review in reviews]
 
 
 def write_lines(path: Path, lines) -> None:
@@ -42,12 +72,21 @@ def unigram_entropy(train: list[list[str]], sentences: list[list[str]]) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--vocabulary", type=int, default=3000, help="number of pieces (default: 3000)")
-    parser.add_argument("--most-lines", type=int, help="take only so many lines of each file")
+    parser.add_argument("--vocabulary", type=int, default=6000, help="number of pieces (default: 6000)")
+    parser.add_argument(
+        "--review-copies", type=int, default=10, help="how often the training reviews are in train.text (default: 10)"
+    )
+    parser.add_argument("--most-lines", type=int, help="take only so many sentences and reviews of each part")
     args = parser.parse_args()
+    for name, least in (("vocabulary", 1), ("review_copies", 0), ("most_lines", 1)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
     args.out.mkdir(parents=True, exist_ok=True)
 
-    text = {split: read_lines(EXAMPLES / f"translation/data/{split}.en.xz", args.most_lines) for split in SPLITS}
+    reviews = {split: read_reviews(split, args.most_lines) for split in SPLITS}
+    text = {split: read_sentences(split, args.most_lines) for split in SPLITS}
+    text["train"] += reviews["train"][1] * args.review_copies
+    text["valid1"] = reviews["valid"][1]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(text["train"]),
         model_prefix=str(args.out / "spm"),
@@ -56,14 +95,17 @@ def main() -> None:
         minloglevel=2,
     )
     processor = sentencepiece.SentencePieceProcessor(model_file=str(args.out / "spm.model"))
-    pieces = {split: [processor.encode(line, out_type=str) for line in lines] for split, lines in text.items()}
-    for split in SPLITS:
-        write_lines(args.out / f"{split}.text", map(" ".join, pieces[split]))
-        reviews = read_lines(EXAMPLES / f"masked_lm/data/{split}.tsv.xz", args.most_lines)
-        labels, sentences = zip(*(line.split("\t") for line in reviews), strict=True)
+    for split, (labels, sentences) in reviews.items():
         write_lines(args.out / f"{split}.label", labels)
-        write_lines(args.out / f"{split}.input0", (" ".join(processor.encode(s, out_type=str)) for s in sentences))
-        print(f"{split}: unigram entropy {unigram_entropy(pieces['train'], pieces[split]):.3f} bits per piece")
+        write_lines(args.out / f"{split}.input0", map(" ".join, processor.encode(sentences, out_type=str)))
+    pieces = {
+        split: [encoded[:LONGEST] for encoded in processor.encode(sentences, out_type=str)]
+        for split, sentences in text.items()
+    }
+    for split, sentences in pieces.items():
+        write_lines(args.out / f"{split}.text", map(" ".join, sentences))
+        entropy = unigram_entropy(pieces["train"], sentences)
+        print(f"{split}: {len(sentences):,} sentences, unigram entropy {entropy:.3f} bits per piece")
 
 
 if __name__ == "__main__":
