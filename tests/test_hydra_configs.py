@@ -16,18 +16,21 @@ TINY_MODEL = {
     ],
     "speech_to_text/sequence_librispeech": ["encoder_embed_dim=32", "encoder_ffn_embed_dim=64"],
     "masked_lm/albert_base": ["encoder_embed_dim=24", "encoder_ffn_embed_dim=32", "factorized_embed_dim=16"],
+    "masked_lm/albert_small": ["encoder_embed_dim=24", "encoder_ffn_embed_dim=32", "factorized_embed_dim=16"],
 }
 SETTINGS = {
     "translation/cycle_rev": ["dataset.max_tokens=1200"],
     "language_modeling/sequence_wiki103": ["task.tokens_per_sample=32", "dataset.max_tokens=512"],
     "speech_to_text/sequence_librispeech": ["dataset.max_tokens=5000"],
     "masked_lm/albert_base": ["task.tokens_per_sample=200", "dataset.batch_size=8"],
+    "masked_lm/albert_small": ["task.tokens_per_sample=200", "dataset.max_tokens=512", "dataset.valid_subset=valid"],
 }
 PICTURES = {
     "translation/cycle_rev": "0 1 2 3 4 5 5 4 3 2 1 0",
     "language_modeling/sequence_wiki103": "0 0 1 1 2 2 3 3 4 4 5 5",
     "speech_to_text/sequence_librispeech": "0 0 1 1 2 2 3 3 4 4 5 5 6 6 7 7",
     "masked_lm/albert_base": "0 0 0 0 0 0 0 0 0 0 0 0",
+    "masked_lm/albert_small": "0 0 0",
 }
 
 

@@ -63,7 +63,7 @@ def test_a_run_without_results_is_refused(tmp_path):
 def test_reviews_of_valid_and_test_are_not_in_the_text_for_pretraining():
     parts = {part: set(prepare.read_reviews(part, None)[1]) for part in prepare.SPLITS}
     assert all(len(reviews) >= 1000 for reviews in parts.values())
-    trained = parts["train"].union(prepare.read_sentences("train", None))
+    trained = parts["train"].union(prepare.read_help("train", None))
     assert not trained & parts["valid"] and not trained & parts["test"]
 
 

@@ -11,7 +11,7 @@ import re
 import statistics
 from pathlib import Path
 
-from prepare import read_reviews
+from prepare import choose, read_reviews
 from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import MultinomialNB
@@ -109,6 +109,8 @@ def main() -> None:
         return
 
     reviews = {part: read_reviews(part, None) for part in ("train", "valid", "test")}
+    labelled = len((args.run / "train.label").read_text("utf-8").splitlines())
+    reviews["train"] = tuple(choose(part, labelled) for part in reviews["train"])
     rows = [("majority class", "", *(f"{majority(reviews[part][0]):.1f}" for part in ("valid", "test")), "")]
     for start, rate in rates.items():
         for other in sorted(runs[start], key=float):

@@ -1,14 +1,15 @@
-"""Split this repository's English into pieces: running text and film reviews for pretraining, the reviews with labels.
+"""Split this repository's English into pieces: text for masked language modelling, film reviews with labels.
 
 Writes, into a folder and ready for ``fairseq-preprocess --only-source``:
 
-    {train,valid,valid1,test}.text    for masked language modelling, one sentence a line, lower-cased
-    {train,valid,test}.{input0,label} film reviews and whether they are positive, for classification
-    spm.model                         the pieces
+    {train,valid,valid1,test}.text     for pretraining, one sentence a line, lower-cased
+    {train,valid,test}.{input0,label}  film reviews and whether they are positive, for classification
+    spm.model                          the pieces
 
-``train.text`` holds the novels and addresses of ``examples/language_modeling/data`` once and the text of the training
-reviews ``--review-copies`` times, each copy to be masked in another way; ``valid.text`` and ``test.text`` hold running
-text only, ``valid1.text`` the validation reviews. No text of validation or test is trained on.
+``train.text`` holds LibreOffice's help of ``examples/translation/data`` once and the text of all training reviews
+``--review-copies`` times, each copy to be masked in another way; ``valid.text`` and ``test.text`` hold help only,
+``valid1.text`` the validation reviews. No text of validation or test is trained on. Only ``--labelled`` of the training
+reviews keep their labels, evenly spaced: labels are what is scarce, text is not.
 
 For each part the script prints what a model that knows only how often each piece occurs would pay: the unigram entropy.
 ``<s>`` and ``</s>`` count as pieces there, because fairseq masks them too.
@@ -20,7 +21,6 @@ Example:
 import argparse
 import lzma
 import math
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -42,11 +42,9 @@ def choose(lines: list[str], most: int | None) -> list[str]:
     return lines if most is None or most >= len(lines) else [lines[i * len(lines) // most] for i in range(most)]
 
 
-def read_sentences(split: str, most: int | None) -> list[str]:
-    """Return running text, lower-cased; of validation and test text every fourth sentence."""
-    paragraphs = read_lines(EXAMPLES / f"language_modeling/data/{split}.txt.xz")
-    sentences = [sentence for line in paragraphs for sentence in re.split("(?<=[.!?;]) +", line.lower())]
-    return choose(sentences[:: 1 if split == "train" else 4], most)
+def read_help(split: str, most: int | None) -> list[str]:
+    """Return the help, lower-cased."""
+    return choose([line.lower() for line in read_lines(EXAMPLES / f"translation/data/{split}.en.xz")], most)
 
 
 def read_reviews(split: str, most: int | None) -> tuple[list[str], list[str]]:
@@ -74,17 +72,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--vocabulary", type=int, default=6000, help="number of pieces (default: 6000)")
     parser.add_argument(
-        "--review-copies", type=int, default=10, help="how often the training reviews are in train.text (default: 10)"
+        "--review-copies", type=int, default=20, help="how often the training reviews are in train.text (default: 20)"
     )
-    parser.add_argument("--most-lines", type=int, help="take only so many sentences and reviews of each part")
+    parser.add_argument("--labelled", type=int, default=2000, help="training reviews with labels (default: 2000)")
+    parser.add_argument("--most-lines", type=int, help="take only so many lines of help and reviews of each part")
     args = parser.parse_args()
-    for name, least in (("vocabulary", 1), ("review_copies", 0), ("most_lines", 1)):
+    for name, least in (("vocabulary", 1), ("review_copies", 0), ("labelled", 1), ("most_lines", 1)):
         if getattr(args, name) is not None and getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
     args.out.mkdir(parents=True, exist_ok=True)
 
     reviews = {split: read_reviews(split, args.most_lines) for split in SPLITS}
-    text = {split: read_sentences(split, args.most_lines) for split in SPLITS}
+    text = {split: read_help(split, args.most_lines) for split in SPLITS}
     text["train"] += reviews["train"][1] * args.review_copies
     text["valid1"] = reviews["valid"][1]
     sentencepiece.SentencePieceTrainer.train(
@@ -95,7 +94,8 @@ def main() -> None:
         minloglevel=2,
     )
     processor = sentencepiece.SentencePieceProcessor(model_file=str(args.out / "spm.model"))
-    for split, (labels, sentences) in reviews.items():
+    for split, parts in reviews.items():
+        labels, sentences = (choose(part, args.labelled if split == "train" else None) for part in parts)
         write_lines(args.out / f"{split}.label", labels)
         write_lines(args.out / f"{split}.input0", map(" ".join, processor.encode(sentences, out_type=str)))
     pieces = {

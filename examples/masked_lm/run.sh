@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Pretrain a small ALBERT on running text and film reviews, fine-tune it on labelled reviews, and compare it with the same
-# model from random weights and with bag-of-words models. One thread, on the CPU.
+# Pretrain a small ALBERT on LibreOffice's help and the text of film reviews, fine-tune it on some labelled reviews, and
+# compare it with the same model from random weights and with bag-of-words models. One thread, on the CPU.
 #
 #   examples/masked_lm/run.sh
 #   RUN=other LAYERS=6 UPDATES=5000 examples/masked_lm/run.sh
@@ -12,10 +12,12 @@
 #   LAYERS, UNIQUE N layers from M parameter sets
 #   EMBED, FFN, HEADS, FACTORIZED
 #                  width H, inner width of the feed-forward sublayers, attention heads, width E of the embeddings
-#   MODEL_ARGS     further flags of the model, split at spaces: Pre-LN by default
+#   MODEL_ARGS     further flags of the model, split at spaces: by default Pre-LN, and an output of its own
 #   VOCAB          SentencePiece pieces; COPIES: how often the training reviews are in the text for pretraining
-#   UPDATES, LR, WARMUP, MAX_TOKENS
-#                  pretraining: updates, highest learning rate, updates until it is reached, tokens per update
+#   LABELLED       how many of the 8,024 training reviews have a label in fine-tuning
+#   UPDATES, LR, WARMUP, MAX_TOKENS, MASKED
+#                  pretraining: updates, highest learning rate, updates until it is reached, tokens per update, and the
+#                  share of pieces to predict
 #   TUNE_RATES     learning rates of fine-tuning; each is tried with the first seed, the best on valid is taken
 #   TUNE_EPOCHS, TUNE_BATCH, SEEDS
 #                  fine-tuning: epochs, sentences per update, and the seeds over which the table averages
@@ -27,15 +29,17 @@ EMBED=${EMBED:-128}
 FFN=${FFN:-512}
 HEADS=${HEADS:-4}
 FACTORIZED=${FACTORIZED:-64}
-MODEL_ARGS=${MODEL_ARGS---encoder-normalize-before}
+MODEL_ARGS=${MODEL_ARGS---encoder-normalize-before --untie-weights-roberta}
 VOCAB=${VOCAB:-6000}
-COPIES=${COPIES:-10}
-UPDATES=${UPDATES:-2200}
-LR=${LR:-4e-3}
-WARMUP=${WARMUP:-200}
-MAX_TOKENS=${MAX_TOKENS:-2048}
-TUNE_RATES=${TUNE_RATES:-3e-4 1e-3}
-TUNE_EPOCHS=${TUNE_EPOCHS:-4}
+COPIES=${COPIES:-20}
+LABELLED=${LABELLED:-2000}
+UPDATES=${UPDATES:-5000}
+LR=${LR:-2e-3}
+WARMUP=${WARMUP:-300}
+MAX_TOKENS=${MAX_TOKENS:-1024}
+MASKED=${MASKED:-0.25}
+TUNE_RATES=${TUNE_RATES:-5e-4 1e-3 2e-3}
+TUNE_EPOCHS=${TUNE_EPOCHS:-6}
 TUNE_BATCH=${TUNE_BATCH:-16}
 SEEDS=${SEEDS:-1 2 3}
 
@@ -64,14 +68,14 @@ for module in fairseq sentencepiece sklearn; do
     python -c "import importlib.util as u, sys; sys.exit(u.find_spec('$module') is None)" 2>/dev/null ||
         die "the Python on PATH ($(command -v python || echo none)) has no $module: activate the environment first"
 done
-for name in LAYERS UNIQUE EMBED FFN HEADS FACTORIZED VOCAB UPDATES MAX_TOKENS TUNE_EPOCHS TUNE_BATCH; do
+for name in LAYERS UNIQUE EMBED FFN HEADS FACTORIZED VOCAB COPIES LABELLED UPDATES MAX_TOKENS TUNE_EPOCHS TUNE_BATCH; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} must be a whole number of at least 1"
 done
 
 # What may not change between two calls with the same RUN. Rates and seeds may: others are added.
 mkdir -p "$RUN"
-for name in LAYERS UNIQUE EMBED FFN HEADS FACTORIZED MODEL_ARGS VOCAB COPIES UPDATES LR WARMUP MAX_TOKENS TUNE_EPOCHS \
-    TUNE_BATCH; do
+for name in LAYERS UNIQUE EMBED FFN HEADS FACTORIZED MODEL_ARGS VOCAB COPIES LABELLED UPDATES LR WARMUP MAX_TOKENS \
+    MASKED TUNE_EPOCHS TUNE_BATCH; do
     printf '%s=%s\n' "$name" "${!name}"
 done >"$RUN/settings.now"
 if [ -e "$RUN/settings.txt" ]; then
@@ -84,7 +88,8 @@ mv "$RUN/settings.now" "$RUN/settings.txt"
 
 say "1/4 pieces"
 if [ ! -e "$RUN/data.done" ]; then
-    python "$here/prepare.py" --out "$RUN" --vocabulary "$VOCAB" --review-copies "$COPIES" | tee "$RUN/entropy.txt"
+    python "$here/prepare.py" --out "$RUN" --vocabulary "$VOCAB" --review-copies "$COPIES" \
+        --labelled "$LABELLED" | tee "$RUN/entropy.txt"
     preprocess() { python -m fairseq_cli.preprocess --only-source "$@" >>"$RUN/preprocess.log" 2>&1; }
     rm -rf "$RUN/bin" "$RUN/reviews"
     preprocess --trainpref "$RUN/train.text" --validpref "$RUN/valid.text,$RUN/valid1.text" \
@@ -111,10 +116,10 @@ say "2/4 pretraining, $UPDATES updates"
 if [ ! -e "$RUN/pretrain.done" ]; then
     shown "$RUN/pretrain.log" 'train_inner|valid on|parameter set|num. shared|Loaded checkpoint' \
         python -m fairseq_cli.train "$RUN/bin" "${common[@]}" --task masked_lm --criterion masked_lm \
-        --sample-break-mode eos --tokens-per-sample 128 --dropout 0 --attention-dropout 0 \
+        --sample-break-mode eos --tokens-per-sample 128 --mask-prob "$MASKED" --dropout 0 --attention-dropout 0 \
         --lr "$LR" --warmup-updates "$WARMUP" --total-num-update "$UPDATES" --max-update "$UPDATES" \
-        --max-tokens "$MAX_TOKENS" --valid-subset valid,valid1 --log-interval 50 \
-        --save-interval-updates 200 --keep-interval-updates 1 --validate-interval-updates 400 \
+        --max-tokens "$MAX_TOKENS" --valid-subset valid,valid1 --log-interval 100 \
+        --save-interval-updates 500 --keep-interval-updates 1 --validate-interval-updates 500 \
         --save-dir "$RUN/pretrained" --seed 1
     touch "$RUN/pretrain.done"
 fi
