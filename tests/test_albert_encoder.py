@@ -562,31 +562,33 @@ def test_both_tasks_read_a_sentence_alike(text):
         {item["id"]: item["net_input.src_tokens"].tolist() for item in map(data.__getitem__, range(len(data)))}
         for data in (pretraining.datasets["valid1"], tuning.datasets["valid"])
     ]
-    assert read[0] == read[1] and len(read[0]) == 500
+    whole = [number for number, tokens in read[1].items() if len(tokens) <= 128]  # others are cut for pretraining
+    assert len(whole) > 400 and all(read[0][number] == read[1][number] for number in whole)
     assert all(tokens[0] == 0 and tokens[-1] == 2 and tokens.count(2) == 1 for tokens in read[0].values())
 
 
-@pytest.mark.parametrize("restore", [["--finetune-from-model"], ["--reset-optimizer", "--restore-file"]])
-def test_finetuning_starts_from_every_pretrained_weight(text, tmp_path, restore):
-    """With a learning rate of zero, all but the new head is what the checkpoint held."""
+def test_finetuning_starts_from_every_pretrained_weight(text, tmp_path):
+    """With a learning rate of zero, all but the new head is what the checkpoint held, whichever flag names it."""
     masked_lm = ["--task", "masked_lm", "--sample-break-mode", "eos", "--tokens-per-sample", 512, "--max-tokens", 2000]
     one = ["--max-update", 1, "--disable-validation"]
     train_encoder(text / "bin", tmp_path / "mlm", *masked_lm, "--criterion", "masked_lm", *one, "--seed", 7)
     pretrained = tmp_path / "mlm" / "checkpoint_last.pt"
-    output = train_encoder(text / "reviews", tmp_path / "tuned", *CLASSIFY, *one, "--lr", 0, *restore, pretrained)
-    assert f"Loaded checkpoint {pretrained}" in output
-    before, after = (
-        torch.load(path, weights_only=True)["model"] for path in (pretrained, tmp_path / "tuned" / "checkpoint_last.pt")
-    )
-    new = set(after) - set(before)
-    assert not set(before) - set(after) and new and all("classification_heads." in name for name in new)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    before = torch.load(pretrained, weights_only=True)["model"]
+    for restore in (["--finetune-from-model"], ["--reset-optimizer", "--restore-file"]):
+        save = tmp_path / restore[-1]
+        output = train_encoder(text / "reviews", save, *CLASSIFY, *one, "--lr", 0, *restore, pretrained)
+        assert f"Loaded checkpoint {pretrained}" in output
+        after = torch.load(save / "checkpoint_last.pt", weights_only=True)["model"]
+        new = set(after) - set(before)
+        assert not set(before) - set(after) and new and all("classification_heads." in name for name in new)
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_pretrain_resume_finetune_and_use(text, tmp_path, capsys):
     masked_lm = [
         *("--task", "masked_lm", "--criterion", "masked_lm", "--sample-break-mode", "eos"),
         *("--tokens-per-sample", 512, "--max-tokens", 2000, "--dropout", 0, "--warmup-updates", 10),
+        "--ignore-unused-valid-subsets",
     ]
     output = train_encoder(text / "bin", tmp_path / "mlm", *masked_lm, "--max-epoch", 1)
     assert output.count("encoder: 4 layers from 2 parameter sets (sequence): 0 0 1 1;") == 1

@@ -12,7 +12,7 @@
 #   LAYERS, UNIQUE N layers from M parameter sets
 #   EMBED, FFN, HEADS, FACTORIZED
 #                  width H, inner width of the feed-forward sublayers, attention heads, width E of the embeddings
-#   MODEL_ARGS     further flags of the model, split at spaces: by default Pre-LN, and an output of its own
+#   MODEL_ARGS     further flags of the model, split at spaces: by default an output table of its own
 #   VOCAB          SentencePiece pieces; COPIES: how often the training reviews are in the text for pretraining
 #   LABELLED       how many of the 8,024 training reviews have a label in fine-tuning
 #   UPDATES, LR, WARMUP, MAX_TOKENS, MASKED
@@ -29,16 +29,16 @@ EMBED=${EMBED:-128}
 FFN=${FFN:-512}
 HEADS=${HEADS:-4}
 FACTORIZED=${FACTORIZED:-64}
-MODEL_ARGS=${MODEL_ARGS---encoder-normalize-before --untie-weights-roberta}
+MODEL_ARGS=${MODEL_ARGS---untie-weights-roberta}
 VOCAB=${VOCAB:-6000}
 COPIES=${COPIES:-20}
 LABELLED=${LABELLED:-2000}
-UPDATES=${UPDATES:-5000}
+UPDATES=${UPDATES:-3000}
 LR=${LR:-2e-3}
 WARMUP=${WARMUP:-300}
 MAX_TOKENS=${MAX_TOKENS:-1024}
 MASKED=${MASKED:-0.25}
-TUNE_RATES=${TUNE_RATES:-5e-4 1e-3 2e-3}
+TUNE_RATES=${TUNE_RATES:-5e-4 1e-3}
 TUNE_EPOCHS=${TUNE_EPOCHS:-6}
 TUNE_BATCH=${TUNE_BATCH:-16}
 SEEDS=${SEEDS:-1 2 3}
