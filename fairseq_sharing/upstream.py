@@ -15,7 +15,7 @@ import types
 import numpy as np
 import torch
 from fairseq import checkpoint_utils, options, search, utils
-from fairseq.data import data_utils
+from fairseq.data import Dictionary, data_utils
 from fairseq.data.audio.speech_to_text_dataset import SpeechToTextDataset, SpeechToTextDatasetCreator
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
@@ -23,6 +23,9 @@ from fairseq.logging import metrics
 from fairseq.models import BaseFairseqModel, distributed_fairseq_model
 from fairseq.models.ema.ema import EMA
 from fairseq.tasks import FairseqTask
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.tasks.masked_lm import MaskedLMTask
+from fairseq.tasks.sentence_prediction import SentencePredictionTask
 from fairseq.tasks.translation import TranslationTask
 from fairseq.trainer import Trainer
 
@@ -428,31 +431,115 @@ def check_data_folder(args) -> None:
         ValueError: the first folder does not exist or was not made by fairseq-preprocess.
     """
     languages_given = args.source_lang is not None and args.target_lang is not None
+    folder = first_data_folder(args)
+    if folder is None:
+        return
+    if not any(name.startswith("dict.") for name in os.listdir(folder)):
+        refuse_data_folder(folder, "holds no dictionary dict.<language>.txt, so its text is not binarised")
+    if not languages_given and data_utils.infer_language_pair(folder) == (None, None):
+        refuse_data_folder(
+            folder, "holds no file <split>.<source>-<target>.<language>.idx, so its text is not binarised"
+        )
+
+
+def check_text_folder(args) -> None:
+    """Say what is wrong with the data folder of a language model, masked or not.
+
+    Args:
+        args: configuration with ``data`` (one folder, or several joined by colons).
+
+    Raises:
+        ValueError: the first folder does not exist or holds no dictionary.
+    """
+    folder = first_data_folder(args)
+    if folder is not None and not os.path.isfile(os.path.join(folder, "dict.txt")):
+        refuse_data_folder(folder, "holds no dictionary dict.txt, so its text is not binarised")
+
+
+def check_labelled_folder(args) -> None:
+    """Say what is wrong with the data folder of sentence_prediction: dictionaries, and the number of classes.
+
+    Upstream reports a missing dictionary as a missing file, and labels beyond --num-classes in the middle of training.
+
+    Args:
+        args: configuration with ``data``, ``num_classes`` and, for numbers as targets, ``regression_target``.
+
+    Raises:
+        ValueError: a dictionary is missing, or there are more labels than classes.
+    """
+    folder = first_data_folder(args)
+    if folder is None:
+        return
+    labels = [] if getattr(args, "regression_target", False) else ["label"]
+    for part in ("input0", *labels):
+        if not os.path.isfile(os.path.join(folder, part, "dict.txt")):
+            to_binarise = f"fairseq-preprocess --only-source … --destdir {os.path.join(folder, part)}"
+            refuse_data_folder(folder, f"holds no dictionary {part}/dict.txt", f"make it with {to_binarise}")
+    if labels:
+        dictionary = Dictionary.load(os.path.join(folder, "label", "dict.txt"))
+        names = [name for name in dictionary.symbols[dictionary.nspecial :] if not name.startswith("madeupword")]
+        if len(names) > args.num_classes > 0:
+            refuse_data_folder(
+                folder,
+                f"has {len(names)} labels in label/dict.txt, more than --num-classes {args.num_classes}",
+                "give the right number, or the right labels",
+            )
+
+
+def first_data_folder(args) -> str | None:
+    """Return the first of the folders joined by colons, or None when it cannot be looked into from here.
+
+    Raises:
+        ValueError: it does not exist.
+    """
+    if not args.data:
+        return None
     folder = utils.split_paths(args.data)[0]  # further shards hold text only, and may come later
     if PathManager.path_requires_pathmanager(folder):
-        return
+        return None
     if not os.path.isdir(folder):
-        problem = "does not exist"
-    elif not any(name.startswith("dict.") for name in os.listdir(folder)):
-        problem = "holds no dictionary dict.<language>.txt, so its text is not binarised"
-    elif not languages_given and data_utils.infer_language_pair(folder) == (None, None):
-        problem = "holds no file <split>.<source>-<target>.<language>.idx, so its text is not binarised"
-    else:
-        return
-    sentence = f"data folder {folder} {problem}: give the --destdir of fairseq-preprocess"
+        refuse_data_folder(folder, "does not exist")
+    return folder
+
+
+def refuse_data_folder(folder: str, problem: str, remedy: str = "give the --destdir of fairseq-preprocess") -> None:
+    """Log the sentence, since fairseq surrounds it with a traceback, then raise it."""
+    sentence = f"data folder {folder} {problem}: {remedy}"
     logger.error(sentence)
     raise ValueError(sentence)
 
 
-def setup_task_checked(setup_task):
-    """Check the data folder first."""
+# Tasks of the four families that read a folder of fairseq-preprocess.
+DATA_CHECKS = {
+    "translation": (TranslationTask, check_data_folder),
+    "language_modeling": (LanguageModelingTask, check_text_folder),
+    "masked_lm": (MaskedLMTask, check_text_folder),
+    "sentence_prediction": (SentencePredictionTask, check_labelled_folder),
+}
 
-    @functools.wraps(setup_task)
-    def wrapper(cls, cfg, **kwargs):
-        check_data_folder(cfg)
-        return setup_task.__func__(cls, cfg, **kwargs)
 
-    return wrapper
+def check_data(args) -> None:
+    """Look at the data folder while a command line is parsed, before fairseq makes --save-dir.
+
+    A model that is rebuilt from its checkpoint has a ``_name``; its data may be elsewhere.
+    """
+    task = getattr(args, "task", None)
+    if task in DATA_CHECKS and getattr(args, "data", None) and not hasattr(args, "_name"):
+        DATA_CHECKS[task][1](args)
+
+
+def check_first(check):
+    """Return what puts a check of the data folder in front of a task's ``setup_task``."""
+
+    def wrap(setup_task):
+        @functools.wraps(setup_task)
+        def wrapper(cls, cfg, **kwargs):
+            check(cfg)
+            return setup_task.__func__(cls, cfg, **kwargs)
+
+        return wrapper
+
+    return wrap
 
 
 def replace(owner, name: str, wrap) -> None:
@@ -495,4 +582,5 @@ def apply() -> None:
     replace(SpeechToTextDatasetCreator, "from_tsv", pass_seed_to_clips)
     replace(BaseFairseqModel, "load_state_dict", check_before_loading)
     replace(Trainer, "load_checkpoint", lambda load: continue_averaging_in_step(tell_why_loading_failed(load)))
-    replace(TranslationTask, "setup_task", setup_task_checked)
+    for task, check in DATA_CHECKS.values():
+        replace(task, "setup_task", check_first(check))

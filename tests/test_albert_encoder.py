@@ -13,6 +13,7 @@ from fairseq import options
 from fairseq.checkpoint_utils import load_model_ensemble_and_task
 from fairseq.models import ARCH_MODEL_REGISTRY, build_model
 from fairseq.models.roberta import RobertaHubInterface, RobertaModel
+from fairseq.tasks import setup_task
 from omegaconf import OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -510,11 +511,12 @@ def text(tmp_path_factory):
     """Real English, in pieces and binarised: running text for pretraining, film reviews with labels for fine-tuning."""
     folder = tmp_path_factory.mktemp("text")
     script = [sys.executable, REPOSITORY / "examples" / "masked_lm" / "prepare.py"]
-    arguments = ["--out", folder, "--vocabulary", "400", "--most-lines", "500"]
+    arguments = ["--out", folder, "--vocabulary", "400", "--most-lines", "500", "--review-copies", "1"]
     subprocess.run([*script, *arguments], check=True, capture_output=True)
     for name, destination in (("text", "bin"), ("input0", "reviews/input0"), ("label", "reviews/label")):
         dictionary = ["--srcdict", folder / "bin" / "dict.txt"] if name == "input0" else []
-        prefixes = ["--trainpref", folder / f"train.{name}", "--validpref", folder / f"valid.{name}"]
+        valid = f"{folder}/valid.{name}" + (f",{folder}/valid1.text" if name == "text" else "")
+        prefixes = ["--trainpref", folder / f"train.{name}", "--validpref", valid]
         run(["fairseq-preprocess", "--only-source", *prefixes, "--destdir", folder / destination, *dictionary])
     return folder
 
@@ -537,10 +539,58 @@ def validation(output: str, what: str) -> list[float]:
     return [float(value) for value in re.findall(rf"valid on 'valid' subset.* \| {what} ([\d.]+)", output)]
 
 
+CLASSIFY = [
+    *("--task", "sentence_prediction", "--criterion", "sentence_prediction", "--init-token", 0),
+    *("--num-classes", 2, "--classification-head-name", "sentence_classification_head", "--max-sentences", 20),
+]
+
+
+def test_both_tasks_read_a_sentence_alike(text):
+    """Same numbers for the same pieces, <s> first and </s> last, <mask> in the same row."""
+    flags = {
+        "masked_lm": [text / "bin", "--sample-break-mode", "eos", "--tokens-per-sample", 512, "--skip-masking"],
+        "sentence_prediction": [text / "reviews", "--criterion", "sentence_prediction", *CLASSIFY[4:]],
+    }
+    tasks = {}
+    for name, arguments in flags.items():
+        words = ["--task", name, "--arch", "albert_encoder", *arguments]
+        args = options.parse_args_and_arch(options.get_training_parser(), [str(word) for word in words])
+        tasks[name] = setup_task(args)
+        tasks[name].load_dataset("valid1" if name == "masked_lm" else "valid")
+    pretraining, tuning = tasks.values()
+    assert pretraining.source_dictionary == tuning.source_dictionary
+    assert pretraining.mask_idx == tuning.source_dictionary.index("<mask>") != tuning.source_dictionary.unk()
+    read = [
+        {item["id"]: item["net_input.src_tokens"].tolist() for item in map(data.__getitem__, range(len(data)))}
+        for data in (pretraining.datasets["valid1"], tuning.datasets["valid"])
+    ]
+    whole = [number for number, tokens in read[1].items() if len(tokens) <= 128]  # others are cut for pretraining
+    assert len(whole) > 400 and all(read[0][number] == read[1][number] for number in whole)
+    assert all(tokens[0] == 0 and tokens[-1] == 2 and tokens.count(2) == 1 for tokens in read[0].values())
+
+
+def test_finetuning_starts_from_every_pretrained_weight(text, tmp_path):
+    """With a learning rate of zero, all but the new head is what the checkpoint held, whichever flag names it."""
+    masked_lm = ["--task", "masked_lm", "--sample-break-mode", "eos", "--tokens-per-sample", 512, "--max-tokens", 2000]
+    one = ["--max-update", 1, "--disable-validation"]
+    train_encoder(text / "bin", tmp_path / "mlm", *masked_lm, "--criterion", "masked_lm", *one, "--seed", 7)
+    pretrained = tmp_path / "mlm" / "checkpoint_last.pt"
+    before = torch.load(pretrained, weights_only=True)["model"]
+    for restore in (["--finetune-from-model"], ["--reset-optimizer", "--restore-file"]):
+        save = tmp_path / restore[-1]
+        output = train_encoder(text / "reviews", save, *CLASSIFY, *one, "--lr", 0, *restore, pretrained)
+        assert f"Loaded checkpoint {pretrained}" in output
+        after = torch.load(save / "checkpoint_last.pt", weights_only=True)["model"]
+        new = set(after) - set(before)
+        assert not set(before) - set(after) and new and all("classification_heads." in name for name in new)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_pretrain_resume_finetune_and_use(text, tmp_path, capsys):
     masked_lm = [
         *("--task", "masked_lm", "--criterion", "masked_lm", "--sample-break-mode", "eos"),
         *("--tokens-per-sample", 512, "--max-tokens", 2000, "--dropout", 0, "--warmup-updates", 10),
+        "--ignore-unused-valid-subsets",
     ]
     output = train_encoder(text / "bin", tmp_path / "mlm", *masked_lm, "--max-epoch", 1)
     assert output.count("encoder: 4 layers from 2 parameter sets (sequence): 0 0 1 1;") == 1
@@ -563,20 +613,25 @@ def test_pretrain_resume_finetune_and_use(text, tmp_path, capsys):
         bpe="sentencepiece",
         sentencepiece_model=str(text / "spm.model"),
     ).eval()
-    tokens = hub.encode("Select the cell.")
+    tokens = hub.encode("the film is dull.")
     features = hub.extract_features(tokens)
     states = hub.extract_features(tokens, return_all_hiddens=True)
     assert features.shape == (1, len(tokens), 64) and len(states) == 5
     assert torch.equal(states[-1], features)
-    filled = hub.fill_mask("Select the <mask> cell.", topk=10)  # which leaves out <s> and </s>
+    filled = hub.fill_mask("the film is a <mask> comedy.", topk=10)  # which leaves out <s> and </s>
     chances = [chance for _, chance, _ in filled]
     assert 8 <= len(filled) <= 10 and chances == sorted(chances, reverse=True)
-    assert all(sentence.startswith("Select the") for sentence, _, _ in filled)
+    assert all(sentence.startswith("the film is a") for sentence, _, _ in filled)
 
     classify = [
-        *("--task", "sentence_prediction", "--criterion", "sentence_prediction", "--init-token", 0),
-        *("--num-classes", 2, "--classification-head-name", "sentence_classification_head", "--max-sentences", 20),
-        *("--reset-optimizer", "--reset-dataloader", "--reset-meters", "--best-checkpoint-metric", "accuracy"),
+        *(
+            *CLASSIFY,
+            "--reset-optimizer",
+            "--reset-dataloader",
+            "--reset-meters",
+            "--best-checkpoint-metric",
+            "accuracy",
+        ),
         *("--maximize-best-checkpoint-metric", "--max-epoch", 2),
     ]
     tuned = train_encoder(text / "reviews", tmp_path / "tuned", *classify, "--restore-file", pretrained)

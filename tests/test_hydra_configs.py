@@ -88,9 +88,9 @@ def sources(data, tmp_path_factory):
     return {"translation": data, "speech_to_text": folder / "speech", **text}
 
 
-def train(how: str, name: str, data, folder) -> str:
+def train(how: str, name: str, data, folder, family=None) -> str:
     """Train two updates from the shipped YAML or by fairseq-train; the checkpoints are in ``folder/save``."""
-    family = FAMILIES[name]
+    family = family or FAMILIES[name]
     if how == "hydra":
         return run(
             [
@@ -231,3 +231,15 @@ def test_example_trains_and_every_command_rebuilds_its_model(how, name, sources,
     assert str(model.get_submodule(next(iter(model.STACKS.values()))).sharing) == picture
     with torch.no_grad():
         DECODE[name](data, use, hub.eval())
+
+
+def test_the_small_encoder_of_the_example_trains(sources, tmp_path):
+    settings = ["task.tokens_per_sample=200", "dataset.max_tokens=512", "dataset.valid_subset=valid"]
+    small = SimpleNamespace(config="albert_small", sizes=FAMILIES["masked_lm"].sizes, settings=settings)
+    output = train("hydra", "masked_lm", sources["masked_lm"], tmp_path, small)
+    assert "encoder: 3 layers from 1 parameter set (sequence): 0 0 0;" in output
+
+
+def test_every_shipped_configuration_is_trained_here():
+    shipped = {(path.parent.parent.name, path.stem) for path in (REPOSITORY / "examples").glob("*/config/*.yaml")}
+    assert shipped == {*((name, family.config) for name, family in FAMILIES.items()), ("masked_lm", "albert_small")}

@@ -20,6 +20,7 @@ from ..architecture import check_heads, check_quant_noise, set_defaults
 from ..embedding import FactorizedEmbedding
 from ..options import add_factorized_args, add_layernorm_args, refuse, resolve_sharing
 from ..shared_model import SharedLayers
+from ..upstream import check_data
 
 
 class FactorizedSentenceEncoder(TransformerEncoder):
@@ -147,6 +148,7 @@ def register_architecture(size: str) -> None:
             max_positions=max(POSITIONS, getattr(args, "tokens_per_sample", None) or 0),
         )
         base_architecture(args)
+        check_data(args)
         check(args)
         resolve_sharing(args, "encoder", "sequence", 1)
 

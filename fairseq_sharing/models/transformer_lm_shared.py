@@ -25,6 +25,7 @@ from ..architecture import (
 )
 from ..options import as_text, extend_config, refuse, resolve_residual_scaling, resolve_sharing
 from ..shared_model import SharedLayers
+from ..upstream import check_data
 
 
 class SharedLanguageModel(SharedLayers, TransformerLanguageModel):
@@ -154,6 +155,7 @@ def register_architecture(name: str, preset: str, upstream_architecture, **width
         upstream_architecture(args)  # makes it Pre-LN, whatever the flags say
         if args.residual_scaling != "none":
             args.decoder_normalize_before = False
+        check_data(args)
         check(args)
         resolve_sharing(args, "decoder", strategy, num_unique)
 

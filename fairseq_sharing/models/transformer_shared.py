@@ -23,7 +23,7 @@ from ..architecture import (
 from ..embedding import ProjectedEmbedding
 from ..options import add_factorized_args, add_residual_args, refuse, resolve_residual_scaling, resolve_sharing
 from ..shared_model import SharedLayers
-from ..upstream import check_data_folder
+from ..upstream import check_data
 
 
 @register_model("transformer_shared")
@@ -91,12 +91,6 @@ def check_widths(args) -> None:
         )
 
 
-def check_data(args) -> None:
-    """Look at the data folder before fairseq makes --save-dir."""
-    if getattr(args, "task", None) == "translation" and getattr(args, "data", None):
-        check_data_folder(args)
-
-
 def register_architecture(preset: str, size: str) -> None:
     """Register ``transformer_shared_{preset}{size}``."""
     strategy, num_layers, num_unique = PRESETS[preset]
@@ -115,8 +109,7 @@ def register_architecture(preset: str, size: str) -> None:
             )
         resolve_factorized_embedding(args, "decoder_output_dim")
         upstream_architecture(args)
-        if not hasattr(args, "_name"):  # parsing a command line, not rebuilding a model whose data may be elsewhere
-            check_data(args)
+        check_data(args)
         check_widths(args)
         resolve_residual_scaling(args, "encoder", "decoder")
         for stack in ("encoder", "decoder"):
