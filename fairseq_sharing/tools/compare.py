@@ -369,7 +369,7 @@ def format_comparison(figures: list, markdown: bool = False) -> str:
     )
     rows.append(["all-reduced, fp32 (MB)", *(format_megabytes(each.all_reduced["fp32"]) for each in figures)])
     rows.append(["checkpoint, model (MB)", *(format_megabytes(each.checkpoint["model"]) for each in figures)])
-    rows.append(["  with optimizer (MB)", *(format_megabytes(each.checkpoint["with optimizer"]) for each in figures)])
+    rows.append(["checkpoint, whole (MB)", *(format_megabytes(each.checkpoint["with optimizer"]) for each in figures)])
     if any(each.activations is not None for each in figures):
         name = f"activations, B={figures[0].sentences} (MB)"
         rows.append([name, *(format_megabytes(each.activations) for each in figures)])
@@ -402,6 +402,7 @@ def draw(figures: list, outs: list[str]) -> None:
     """Draw bars of unique parameters by component, and unique parameters against FLOPs."""
     from .picture import STYLES, drawing, wrap_name, write_pictures
 
+    largest = max(each.unique for each in figures) / 1e6
     known = any(each.flops is not None for each in figures)
     with drawing() as pyplot:
         height = max(3.4, 1.2 + 0.52 * len(figures))
@@ -420,7 +421,7 @@ def draw(figures: list, outs: list[str]) -> None:
         names = [wrap_name(each.name, 24) for each in figures]
         for component, (color, hatch) in COMPONENTS.items():
             sizes = [each.parameters.get(component, {}).get("unique", 0) / 1e6 for each in figures]
-            if sum(sizes) < 0.002 * max(each.unique for each in figures) / 1e6:
+            if sum(sizes) < 0.002 * largest:
                 continue  # would not be seen, as LayerNorms never are
             bars.barh(
                 range(len(figures)),
@@ -444,13 +445,14 @@ def draw(figures: list, outs: list[str]) -> None:
             )
         bars.set_yticks(range(len(figures)), names)
         bars.invert_yaxis()
-        bars.set_xlim(0, 1.13 * max(each.unique for each in figures) / 1e6)
+        bars.set_xlim(0, 1.13 * largest)
         bars.set_xlabel("unique parameters (millions)")
         bars.grid(axis="y", visible=False)
         bars.spines["right"].set_visible(False)
         bars.legend(frameon=False, ncols=6, loc="lower left", bbox_to_anchor=(-0.02, 1), handlelength=1.6)
         if known:
             draw_points(axes[0][1], bars, figures, STYLES)
+            figure.get_layout_engine().set(wspace=0.06)
         write_pictures(figure, outs)
 
 
