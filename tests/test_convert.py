@@ -15,7 +15,7 @@ from fairseq_sharing.strategies import owners
 from fairseq_sharing.tools.convert import expand
 from fairseq_sharing.tools.cost import measure
 from fairseq_sharing.tools.main import main
-from fairseq_sharing.tools.model import paths_of, read_checkpoint
+from fairseq_sharing.tools.model import paths_of, read_architecture, read_checkpoint
 
 CLIPS = REPOSITORY / "examples" / "speech_to_text" / "data"
 BOTH = [*TINY, "--encoder-layers", "4", "--decoder-layers", "4"]
@@ -66,10 +66,10 @@ FAMILIES = {
     "masked language modelling": Family(
         "roberta",
         "albert_encoder",
-        ["--task", "masked_lm", "--criterion", "masked_lm", "--tokens-per-sample", "64", "--max-positions", "64"],
+        ["--task", "masked_lm", "--criterion", "masked_lm", "--tokens-per-sample", "64"],
         [
             *("--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32", "--encoder-attention-heads", "2"),
-            *("--encoder-layers", "4", "--activation-fn", "gelu"),
+            *("--encoder-layers", "4", "--activation-fn", "gelu", "--max-positions", "64"),
         ],
         ["--factorized-embed-dim", "16", "--layernorm-eps", "1e-5", "--encoder-sharing", "cycle_rev"],
         ("encoder",),
@@ -225,6 +225,13 @@ def check_bytes(path) -> None:
     assert size == figures.memory["fp32"]["Adam's moments"]
 
 
+def test_show_takes_the_dictionaries_of_the_data(folders, trained):
+    for name, family in FAMILIES.items():
+        checkpoint = read_checkpoint(str(trained(name)[0]))
+        subject = read_architecture(family.stock, family.sizes, data=str(folders[name]))
+        assert subject.sizes == checkpoint.sizes, name
+
+
 # --- rules, on models that were never trained ---
 
 REV = ("transformer_shared_cycle_rev", *TINY, *FOUR_FROM_TWO)
@@ -363,7 +370,7 @@ def test_refusals(tmp_path, capsys):
     assert "--encoder-ffn-embed-dim is 64" in init(*flags, "--encoder-ffn-embed-dim", "64")
     assert "--encoder-normalize-before is True" in init(*flags, "--encoder-normalize-before")
     assert "--layernorm-embedding is True" in init(*flags, "--layernorm-embedding")
-    assert "dictionaries of" not in init(*flags, "--data", tmp_path / "none")
+    assert "does not say which task" in init(*flags, "--data", tmp_path / "none")
     untie = ("untie", "--out", out, "--from")
     assert "shares nothing" in fails(capsys, *untie, plain)
     sentence = fails(capsys, *untie, narrow, "--to", "stock")

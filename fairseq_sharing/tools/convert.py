@@ -262,8 +262,11 @@ def setup_task_of(state: dict, data: str):
     """Set up the task that a checkpoint was trained with, on other data.
 
     Raises:
-        ValueError: the data's dictionaries have other sizes than the model's embeddings.
+        ValueError: the checkpoint does not say its task, or the data's dictionaries have other sizes than the model's
+            embeddings.
     """
+    if not {"task", "criterion", "dataset", "common"} <= (state.get("cfg") or {}).keys():
+        raise ValueError("--data: the checkpoint does not say which task and criterion it was trained with")
     config = section_of(state, "task")
     config.data = data
     task = setup_task(config)

@@ -93,6 +93,8 @@ def parse_training(arch: str, flags: list[str], data: str | None = None):
             f"leave out the data folder {flags[0]}, or give it as --data: of fairseq-train's arguments only the flags "
             "are wanted"
         )
+    if "masked_lm" in task and any(flag.startswith("--max-positions") for flag in flags):
+        task = [*task[:-1], "1"]  # a block may not be longer than the positions, which are given
     if data is None and "translation" in task:
         task = []  # fairseq's default; its architectures look at the data folder when it is named
     with warnings.catch_warnings():
