@@ -55,20 +55,20 @@ def test_universal_is_widened_to_a_budget(capsys):
 
 
 def test_equal_parameters_narrows_what_is_larger(capsys):
-    """Languages models, whose embeddings keep the layers' width; the first model stays as it is."""
+    """Language models, whose embeddings stay as wide as the layers; the first model stays as it is."""
+
+    def language_model(width: int) -> int:  # Post-LN, output not tied; the FFN keeps its ratio to the width
+        attention, feed = 4 * (width * width + width), 2 * width * width + 2 * width
+        return 2 * V * width + 2 * (attention + feed + 4 * width)
+
     archs = ["transformer_lm_shared_universal", "transformer_lm"]
     flags = [*LM, "--decoder-embed-dim", "32", "--decoder-input-dim", "32", "--decoder-output-dim", "32"]
-    found = compare(capsys, *archs, *flags, "--vocab-size", 40, "--equal", "parameters")
+    found = compare(capsys, *archs, *flags, "--decoder-layers", 2, "--vocab-size", V, "--equal", "parameters")
     sizes = [each["total_parameters"]["unique"] for each in found["models"]]
     widths = [each["stacks"]["decoder"]["width"] for each in found["models"]]
-    assert widths[0] == 32 > widths[1] and widths[1] % 8 == 0
-    assert found["models"][1]["parameters"]["embeddings"]["unique"] == 40 * widths[1]  # no projection appeared
-    wider = compare(
-        capsys, "transformer_lm", *flags, "--vocab-size", 40, "--decoder-embed-dim", widths[1] + 8,
-        *("--decoder-ffn-embed-dim", widths[1] + 8, "--decoder-input-dim", widths[1] + 8),
-        *("--decoder-output-dim", widths[1] + 8),
-    )  # fmt: skip
-    assert abs(sizes[1] - sizes[0]) <= abs(wider["models"][0]["total_parameters"]["unique"] - sizes[0])
+    best = min(range(8, 64, 8), key=lambda width: abs(language_model(width) - sizes[0]))
+    assert widths == [32, best] and best < 32 and sizes[1] == language_model(best)
+    assert found["models"][1]["parameters"]["embeddings"]["unique"] == V * best  # no projection appeared
 
 
 def test_equal_depth_from_yaml_with_pictures(tmp_path, capsys):
@@ -76,7 +76,7 @@ def test_equal_depth_from_yaml_with_pictures(tmp_path, capsys):
     (tmp_path / "models.yaml").write_text(
         textwrap.dedent(
             """\
-            Vanilla: {arch: transformer, encoder_layers: 6, decoder_layers: 6, share_all_embeddings: true}
+            Vanilla: {arch: transformer, encoder_layers: 3, decoder_layers: 3, share_all_embeddings: true}
             CYCLE:
               arch: transformer_shared_cycle
               encoder_unique_layers: 2
@@ -84,7 +84,8 @@ def test_equal_depth_from_yaml_with_pictures(tmp_path, capsys):
               share_all_embeddings: true
               no_scale_embedding: false
             "parts":
-              {arch: transformer_shared_sequence, encoder_assignment: [0, 0, 1, 1, 2, 2], encoder_layers: 6}
+              {arch: transformer_shared_sequence, encoder_assignment: [0, 0, 1], encoder_layers: 3,
+               decoder_unique_layers: 3}
             """
         )
     )
@@ -94,8 +95,8 @@ def test_equal_depth_from_yaml_with_pictures(tmp_path, capsys):
     found = compare(capsys, tmp_path / "models.yaml", *common, "--equal", "depth", *out)
     assert [each["name"] for each in found["models"]] == ["Vanilla", "CYCLE", "parts"]
     depths = [[each["stacks"][stack]["layers"] for stack in ("encoder", "decoder")] for each in found["models"]]
-    assert depths == [[6, 6]] * 3
-    assert found["models"][2]["stacks"]["encoder"]["assignment"] == [0, 0, 1, 1, 2, 2]
+    assert depths == [[3, 3]] * 3
+    assert found["models"][2]["stacks"]["encoder"]["assignment"] == [0, 0, 1]
     flops = [each["total_flops"] for each in found["models"]]
     assert flops[0] == flops[1] == flops[2]  # sharing saves no computation
     assert [note.partition(":")[0] for note in found["notes"]] == ["CYCLE", "parts"]

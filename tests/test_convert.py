@@ -1,5 +1,6 @@
 """`fairseq-sharing init` and `untie` on models of all four families that fairseq-train has trained."""
 
+import doctest
 import importlib.util
 import re
 import shutil
@@ -12,6 +13,7 @@ from conftest import FOUR_FROM_TWO, PLUGIN, REPOSITORY, TINY, build, parse, run
 from fairseq.checkpoint_utils import load_model_ensemble
 
 from fairseq_sharing.strategies import owners
+from fairseq_sharing.tools import convert
 from fairseq_sharing.tools.convert import expand
 from fairseq_sharing.tools.cost import measure
 from fairseq_sharing.tools.main import main
@@ -153,7 +155,10 @@ def flags_of(name: str, arch: str, *more) -> list[str]:
     return ["--arch", arch, *FAMILIES[name].sizes, *more]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+SLOW = ("language modelling", "speech")  # the two that add least to the others
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in FAMILIES])
 def test_from_unshared_to_shared_and_back(folders, trained, tmp_path, capsys, name):
     """A trained model of fairseq's is shared, trains on, and is untied again, to ours and to fairseq's."""
     family = FAMILIES[name]
@@ -225,11 +230,12 @@ def check_bytes(path) -> None:
     assert size == figures.memory["fp32"]["Adam's moments"]
 
 
-def test_show_takes_the_dictionaries_of_the_data(folders, trained):
+def test_show_takes_the_dictionaries_of_the_data(folders):
+    """With fairseq's four symbols, and the mask where the task adds it."""
     for name, family in FAMILIES.items():
-        checkpoint = read_checkpoint(str(trained(name)[0]))
-        subject = read_architecture(family.stock, family.sizes, data=str(folders[name]))
-        assert subject.sizes == checkpoint.sizes, name
+        (file, *_) = sorted(folders[name].glob("dict*.txt"))
+        symbols = len(file.read_text("utf-8").splitlines()) + 4 + (name == "masked language modelling")
+        assert read_architecture(family.stock, family.sizes, data=str(folders[name])).sizes == (symbols, symbols)
 
 
 # --- rules, on models that were never trained ---
@@ -304,6 +310,11 @@ def test_stepwise_changes_the_depth(tmp_path):
     one = ["--arch", "transformer_shared_universal", *TINY, "--encoder-layers", "9", "--decoder-layers", "2"]
     after = initialise(source, tmp_path / "b.pt", "stepwise", *one)
     assert torch.equal(after["encoder.layers.8.fc1.weight"], before["encoder.layers.0.fc1.weight"])
+
+
+def test_the_examples_of_the_rules():
+    found = doctest.testmod(convert)
+    assert found.attempted > 0 and found.failed == 0
 
 
 def test_from_another_sharing(tmp_path, capsys):

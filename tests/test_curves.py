@@ -90,21 +90,20 @@ def test_a_log_without_time_stamps_is_added_up(tmp_path):
 
 
 def test_tensorboard_tells_what_the_log_tells(data, tmp_path):
-    """Two trainings of one run, the second resumed."""
+    """A real run; that a resumed one is one run is tested below, with times that are known."""
     command = [
         *train_command(data, tmp_path / "save", "transformer_shared_cycle_rev", *FOUR_FROM_TWO),
         *("--tensorboard-logdir", tmp_path / "tb", "--log-interval", 1, "--log-file", tmp_path / "log"),
         *("--validate-interval-updates", 2, "--max-tokens", 800, "--dropout", 0, "--no-epoch-checkpoints"),
     ]
     run([*command, "--max-update", 4])
-    run([*command, "--max-update", 6])
     read = read_validations(tmp_path / "log")
     events = read_validations(tmp_path / "tb")
-    assert [each.updates for each in events] == [each.updates for each in read] == [2, 4, 6]
+    assert [each.updates for each in events] == [each.updates for each in read] == [2, 4]
     assert [each.loss for each in events] == pytest.approx([each.loss for each in read], abs=1e-3)
     assert all(each.in_bits for each in events)
     minutes = [each.minutes for each in events]
-    assert minutes[:2] == pytest.approx([each.minutes for each in read[:2]], abs=2 / 60)  # the log has whole seconds
+    assert minutes == pytest.approx([each.minutes for each in read], abs=2 / 60)  # the log has whole seconds
     assert minutes == sorted(minutes)
     out = tmp_path / "curve.svg"
     assert main(["curves", str(tmp_path / "tb"), str(tmp_path / "log"), "--out", str(out)]) == 0

@@ -242,6 +242,8 @@ def measure_validation_loss(models: dict, task, state: dict, subset: str) -> tup
             ignore_invalid_inputs=True,
             seed=section_of(state, "common").get("seed", 1),
             num_workers=0,
+            epoch=1,
+            disable_iterator_cache=True,  # or the second model would see the masks of a second epoch
         ).next_epoch_itr(shuffle=False)
         logs = [task.valid_step(sample, model, criterion)[2] for sample in progress(iterator, f"validating {name}")]
         with metrics.aggregate(new_root=True) as aggregated:

@@ -139,6 +139,8 @@ def measure(
     except ValueError as error:
         figures.why_no_flops = str(error)
     if sentences is not None:
+        if figures.flops is None:
+            raise ValueError(f"--activation-memory {sentences}: {figures.why_no_flops}")
         figures.activations, figures.sentences = measure_activations(model, *lengths, sentences), sentences
     return figures
 

@@ -48,6 +48,7 @@ def stock_config(config, path: str):
     from fairseq.models.transformer_lm import TransformerLanguageModelConfig
     from omegaconf import DictConfig, OmegaConf
 
+    from ..options import as_namespace
     from .model import FAMILIES, architecture_of
 
     names = dict(zip(FAMILIES, ("transformer_lm", "s2t_transformer", "roberta", "transformer"), strict=True))
@@ -57,6 +58,7 @@ def stock_config(config, path: str):
         known = {each.name for each in fields(TransformerLanguageModelConfig)}
         values = OmegaConf.to_container(config) if isinstance(config, DictConfig) else vars(config)
         return OmegaConf.create({**{key: value for key, value in values.items() if key in known}, "_name": stock})
+    config = as_namespace(config)  # fairseq-hydra-train saves something else
     width = getattr(config, "factorized_embed_dim", None)
     if width not in (None, config.encoder_embed_dim):
         raise ValueError(
