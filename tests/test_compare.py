@@ -72,7 +72,7 @@ def test_equal_parameters_narrows_what_is_larger(capsys):
 
 
 def test_equal_depth_from_yaml_with_pictures(tmp_path, capsys):
-    """Named configurations, a checkpoint among them at another time; flags on the line hold for all."""
+    """Named configurations; flags on the line hold for all."""
     (tmp_path / "models.yaml").write_text(
         textwrap.dedent(
             """\

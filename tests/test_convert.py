@@ -382,6 +382,10 @@ def test_refusals(tmp_path, capsys):
     assert "--encoder-normalize-before is True" in init(*flags, "--encoder-normalize-before")
     assert "--layernorm-embedding is True" in init(*flags, "--layernorm-embedding")
     assert "does not say which task" in init(*flags, "--data", tmp_path / "none")
+    more = load(source)
+    more["model"]["encoder.layers.0.gate"] = torch.ones(1)  # of a later version, say
+    torch.save(more, tmp_path / "cut.pt")
+    assert "has encoder.layers.*.gate, for which the new model has no place" in init(start=tmp_path / "cut.pt")
     untie = ("untie", "--out", out, "--from")
     assert "shares nothing" in fails(capsys, *untie, plain)
     sentence = fails(capsys, *untie, narrow, "--to", "stock")

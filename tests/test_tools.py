@@ -1,6 +1,7 @@
 """The command ``fairseq-sharing``: what it prints, what it writes, and how it fails."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fairseq_sharing.models.transformer_shared import PRESETS, SIZES
 from fairseq_sharing.tools.cost import count_components
 from fairseq_sharing.tools.main import COMMANDS, main
 from fairseq_sharing.tools.model import build_without_memory, parse_architecture
+from fairseq_sharing.tools.progress import progress
 
 REV = ("transformer_shared_cycle_rev", *TINY, *FOUR_FROM_TWO)
 
@@ -341,6 +343,15 @@ def test_every_command_has_help_with_an_example(capsys):
             main([command, "--help"])
         shown = capsys.readouterr().out
         assert caught.value.code == 0 and "Example" in shown, command
+
+
+def test_long_work_shows_a_bar_on_a_terminal_and_few_lines_elsewhere(capsys, monkeypatch):
+    assert list(progress(range(1000), "working")) == list(range(1000))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10 and lines[-1] == "working: 1000 of 1000"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert list(progress(range(3), "working")) == [0, 1, 2]
+    assert "working: 100%" in capsys.readouterr().err
 
 
 def test_unknown_flags_are_refused(capsys):

@@ -107,8 +107,7 @@ def compose(source: dict, source_model, target_model, rule: str, path: str) -> d
         ValueError: the models differ in more than sharing, or in depth where the rule cannot bridge it.
     """
     expected = expand(target_model.state_dict(), target_model)
-    composed, used = {}, set()
-    stacks = {}
+    composed, stacks = {}, {}
     for stack, name in paths_of(target_model).items():
         depths = len(source_model.get_submodule(name)), len(target_model.get_submodule(name))
         if depths[0] != depths[1] and rule != "stepwise":
@@ -126,7 +125,6 @@ def compose(source: dict, source_model, target_model, rule: str, path: str) -> d
             sharing = sharing_of(target_model.get_submodule(stack))
             layers = choose_layers(sharing, int(index), name, rule, stacks[stack])
             keys = [f"{stack}.{layer}.{name}" for layer in layers]
-        used.update(keys)
         missing = [each for each in keys if each not in source]
         if missing and not OWN_BUFFERS.fullmatch(key):
             raise ValueError(f"the new model has {key}, for which {path} has no {missing[0]}: they differ in structure")
@@ -142,14 +140,20 @@ def compose(source: dict, source_model, target_model, rule: str, path: str) -> d
             composed[key] = found[0]
         else:
             composed[key] = torch.stack([each.double() for each in found]).mean(0).to(found[0].dtype)
-    left = [
-        key
-        for key in source
-        if key not in used and not OWN_BUFFERS.fullmatch(key) and not any(key.startswith(name + ".") for name in stacks)
-    ]
+    leaf_names = [{leaf_of(key, stacks) for key in keys} for keys in (source, expected)]
+    left = sorted(leaf_names[0] - leaf_names[1])
     if left:
         raise ValueError(f"{path} has {left[0]}, for which the new model has no place: they differ in structure")
     return composed
+
+
+def leaf_of(key: str, stacks) -> str:
+    """Return a tensor's name, without the number of its layer; layers of one stack have the same names."""
+    for stack in stacks:
+        match = re.fullmatch(re.escape(stack) + r"\.\d+\.(.+)", key)
+        if match:
+            return f"{stack}.*.{match[1]}"
+    return "" if OWN_BUFFERS.fullmatch(key) else key
 
 
 def check_same_function(source, target, path: str) -> None:
