@@ -12,7 +12,7 @@ number of parameters. Widths then are multiples of the attention heads, whose nu
 its ratio to the width, rounded to a whole number.
 
 Examples:
-    fairseq-sharing compare transformer transformer_shared_universal transformer_shared_cycle_rev \\
+    fairseq-sharing compare transformer transformer_shared_universal transformer_shared_cycle_rev \
         --share-all-embeddings --out compare.png --out compare.svg
     fairseq-sharing compare transformer transformer_shared_universal --share-all-embeddings --match-params transformer
     fairseq-sharing compare models.yaml --equal depth --markdown

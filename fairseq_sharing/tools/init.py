@@ -7,7 +7,7 @@ another way; each of its layers then counts with what it uses. Sizes and everyth
 compute must be those that it was trained with.
 
 Examples:
-    fairseq-sharing init --from unshared/checkpoint_best.pt --arch transformer_shared_cycle_rev --encoder-layers 12 \\
+    fairseq-sharing init --from unshared/checkpoint_best.pt --arch transformer_shared_cycle_rev --encoder-layers 12 \
         --decoder-layers 12 --share-all-embeddings --rule mean --out shared.pt --data data-bin/wmt16_en_de
     fairseq-sharing init --from six-layers.pt --arch transformer_shared_cycle --rule stepwise --out twelve-layers.pt
 """
