@@ -1,4 +1,4 @@
-"""The quick start, its data preparation and its learning curve, on real sentence pairs cut from the example's data."""
+"""The quick start, and its data preparation, on real sentence pairs cut from the example's data."""
 
 import json
 import lzma
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -261,67 +260,6 @@ def test_model_and_dictionary_of_different_text_are_refused(prepared, tmp_path):
         assert result.returncode == 2
         assert f"--spm-model {model} does not fit the dictionary {wrong}" in result.stderr
         assert words in result.stderr
-
-
-# --- learning curves
-
-SIMPLE = r"""
-10:00:00 | INFO | train_inner | epoch 001: 10 / 99 loss=9, nll_loss=8, num_updates=10, lr=0, wall=60
-10:00:30 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 9.1 | nll_loss 8.0 | ppl 256 | num_updates 10
-10:00:30 | INFO | other | epoch 001 | valid on 'valid1' subset | loss 5.1 | nll_loss 4.0 | ppl 16 | num_updates 10
-10:01:00 | INFO | train_inner | epoch 001: 20 / 99 loss=9, nll_loss=8, num_updates=20, lr=0, wall=120
-10:01:00 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 8.1 | nll_loss 7.0 | ppl 128 | num_updates 20
-15:00:00 | INFO | fairseq.trainer | Loaded checkpoint c/checkpoint_last.pt (epoch 1 @ 10 updates)
-15:00:40 | INFO | train_inner | epoch 001: 20 / 99 loss=9, nll_loss=8, num_updates=20, lr=0, wall=0
-15:01:00 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 7.9 | nll_loss 6.5 | ppl 90.5 | num_updates 20
-15:01:00 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 7.9 | nll_lo
-""".strip().replace("\n", "\n2026-01-01 ")
-SIMPLE = f"2026-01-01 {SIMPLE}"
-JSON = """{"epoch": 1, "update": 0.1, "loss": "9", "nll_loss": "8", "num_updates": "10", "wall": "90"}
-2026-01-01 10:00:30 | INFO | valid | {"epoch": 1, "valid_loss": "9.1", "valid_nll_loss": "8.0", "valid_ppl": "256", \
-"valid_num_updates": "10"}
-"""
-
-
-def test_curves_reads_simple_and_json_logs(tmp_path):
-    from fairseq_sharing.tools.curves import read_validations
-
-    simple = read_validations(write(tmp_path / "simple.log", SIMPLE.splitlines()))
-    # The break of five hours is no training time, fairseq's "wall" is not believed after it, the update validated twice
-    # counts once, the cut line not at all.
-    assert [(v.updates, v.loss, v.minutes) for v in simple] == [(10, 8.0, 1.5), (20, 6.5, 2.5)]
-    (only,) = read_validations(write(tmp_path / "json.log", JSON.splitlines()))
-    assert (only.updates, only.loss, only.in_bits, only.minutes) == (10, 8.0, True, 1.5)
-
-
-def test_curves_names_runs_by_what_differs():
-    from fairseq_sharing.tools.curves import name_runs
-
-    assert name_runs([Path("/r/a/train.log"), Path("/r/b/train.log")]) == ["a", "b"]
-    assert name_runs([Path("/r/a.log"), Path("/r/b.log")]) == ["a", "b"]
-
-
-def test_curves_writes_a_picture_or_a_sentence(tmp_path):
-    from fairseq_sharing.tools.curves import run
-
-    first, second = tmp_path / "a.log", tmp_path / "b.log"
-    write(first, SIMPLE.splitlines())
-    write(second, JSON.splitlines())
-    out = tmp_path / "curve.png"
-    assert run(Namespace(logs=[first, second], out=out, force=False)) == 0
-    assert out.read_bytes().startswith(b"\x89PNG")
-    empty = write(tmp_path / "empty.log", ["nothing"])
-    for logs, target, words in (
-        ([first], out, "--force"),
-        ([empty], tmp_path / "new.png", "no validation line"),
-        ([tmp_path / "no.log"], tmp_path / "new.png", "no.log"),
-        ([first], tmp_path / "no/new.png", "cannot write"),
-        ([first], tmp_path / "new.pdf", ".png"),
-        ([first, first], tmp_path / "new.png", "twice"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            run(Namespace(logs=logs, out=target, force=False))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "b.log", "curve.png", "empty.log"]
 
 
 # --- the quick start itself

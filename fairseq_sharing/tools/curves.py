@@ -1,180 +1,123 @@
-"""Draw the learning curves of one or several runs from the logs of fairseq-train.
+"""Draw the learning curves of one or several runs, and what came of them against its cost.
 
-Reads what ``--log-format simple`` and ``--log-format json`` print, from the terminal's output or from ``--log-file``.
-The log of a resumed run is read as one run: an update that was validated twice counts once, with its last value, and
-the time between stop and resumption is left out. fairseq's own ``wall`` tells the time up to the first resumption, the
-time stamps of the log do from there on: after a resumption ``wall`` stands still or starts again.
+Curves are read from what fairseq-train prints with --log-format simple or json, on the terminal or to --log-file, or
+from its --tensorboard-logdir. A resumed run is one curve; the time between stop and resumption is left out.
 
-Example:
+--results is a table of scores, one row for each model: CSV or TSV with a line of headings, or YAML, a list of
+mappings with the same keys. Columns: name; a score (bleu, chrf, wer, perplexity or accuracy); parameters, as a number
+such as 60915712 or 61M; speed, in any unit, which may stand behind the word. One of the last two may be missing. Rows
+of the same name are joined by a line.
+
+    name,bleu,parameters,speed (relative)
+    Vanilla,27.13,61M,1.00
+    Universal,27.65,63M,0.48
+
+Examples:
     fairseq-sharing curves quickstart-run/train.log quickstart-run-transformer/train.log --out curves.png
+    fairseq-sharing curves quickstart-run/tensorboard --out curves.png --out curves.svg
+    fairseq-sharing curves --results scores.csv --out scores.png
 """
 
-import json
-import logging
-import math
-import re
+import csv
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from pathlib import Path
 
-HELP = "draw validation loss and perplexity against updates and time, from logs of fairseq-train"
-
-STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ")
-SIMPLE_VALID = re.compile(r"epoch \d+ \| valid on '([^']+)' subset \| (.*)")
-SIMPLE_WALL = re.compile(r"num_updates=(\d+).*\bwall=(\d+)")
-JSON_LINE = re.compile(r'\{"epoch": .*\}\s*$')
-RESUMED = re.compile(r"Loaded checkpoint .* @ (\d+) updates")
-
-# Okabe and Ito's colours without yellow, which is faint on paper. Dashes and markers tell the curves apart in grey.
-STYLES = [
-    ("#0072B2", "-", "o"),
-    ("#D55E00", "--", "s"),
-    ("#009E73", "-.", "^"),
-    ("#CC79A7", ":", "D"),
-    ("#000000", (0, (5, 1, 1, 1, 1, 1)), "v"),
-    ("#56B4E9", (0, (8, 2)), "P"),
-    ("#E69F00", (0, (1, 2)), "X"),
-]
+HELP = "draw validation loss and perplexity against updates and time, and scores against parameters and speed"
+SCORES = {
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "wer": "WER (lower is better)",
+    "perplexity": "perplexity (lower is better)",
+    "accuracy": "accuracy",
+}
+UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
 
 @dataclass
-class Validation:
-    """One validation.
+class Result:
+    """One model's score and cost.
 
     Attributes:
-        updates: updates done before it.
-        loss: negative log-likelihood, in bits per token where the log has a perplexity, else the criterion's loss.
-        in_bits: whether ``loss`` is in bits, so that perplexity is 2^loss.
-        minutes: training time before it; None when the log does not tell.
+        name: the model's name; several results of one name are joined by a line.
+        score: its score.
+        parameters: its unique parameters, or None.
+        speed: its speed, or None.
     """
 
-    updates: int
-    loss: float
-    in_bits: bool
-    minutes: float | None
+    name: str
+    score: float
+    parameters: float | None
+    speed: float | None
 
 
-class Clock:
-    """Training time while a log is read, over stops and resumptions.
+def read_results(path: Path) -> tuple[list[Result], str, str]:
+    """Read a table of scores.
 
-    Attributes:
-        stamp: the time stamp of the line being read; None when it has none.
-    """
-
-    def __init__(self):
-        self.stamp: datetime | None = None
-        self.start: datetime | None = None  # when training would have begun, had it never stopped
-        self.wall: float | None = None  # fairseq's last word, until the first resumption; seconds
-        self.known = {0: 0.0}  # seconds at an update
-        self.resumed = False
-
-    def tick(self, updates: int, wall: float) -> None:
-        """Take in a line of training."""
-        if not self.resumed:
-            self.wall = wall
-            if self.stamp:
-                self.start = self.stamp - timedelta(seconds=wall)
-        seconds = self.seconds()
-        if seconds is not None:
-            self.known[updates] = seconds
-
-    def resume(self, updates: int) -> None:
-        """Set the clock to what it showed at the last update before the one that is resumed from."""
-        self.resumed, self.wall = True, None
-        before = self.known[max(update for update in self.known if update <= updates)]
-        self.start = self.stamp - timedelta(seconds=before) if self.stamp else None
-
-    def seconds(self) -> float | None:
-        """Return the seconds of training until the line being read."""
-        if self.stamp and self.start:
-            return (self.stamp - self.start).total_seconds()
-        return self.wall
-
-    def minutes(self, updates: int) -> float | None:
-        """Return the minutes of training until the line being read, and remember them for this update."""
-        seconds = self.seconds()
-        if seconds is None:
-            return None
-        self.known[updates] = seconds
-        return seconds / 60
-
-
-def read_validations(path: Path) -> list[Validation]:
-    """Read the validations of a log, in the order of updates; the first subset in it counts.
+    Returns:
+        The results, the name of the score and the name of the speed.
 
     Raises:
-        ValueError: no such file, or no validation in it.
+        ValueError: no such file, or not of the form that this module describes.
     """
     try:
-        lines = path.read_text("utf-8", errors="replace").splitlines()
+        text = path.read_text("utf-8-sig")
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    found, subset = {}, None
-    clock = Clock()
-    for line in lines:
-        stamp = STAMP.match(line)
-        clock.stamp = datetime.fromisoformat(stamp[1]) if stamp else None
-        if resumed := RESUMED.search(line):
-            clock.resume(int(resumed[1]))
-            continue
-        record = JSON_LINE.search(line)
-        record = parse_json(record[0]) if record else None
-        if simple := SIMPLE_WALL.search(line):
-            clock.tick(int(simple[1]), float(simple[2]))
-            continue
-        if record and {"wall", "num_updates"} <= record.keys():
-            clock.tick(int(record["num_updates"]), float(record["wall"]))
-            continue
-        name, values = parse_json_validation(record) if record else parse_simple_validation(line)
-        if values is None or name != (subset or name):
-            continue
-        subset = name
-        updates = int(float(values["num_updates"]))
-        found[updates] = Validation(
-            updates=updates,
-            loss=float(values.get("nll_loss", values["loss"])),
-            in_bits="ppl" in values,
-            minutes=clock.minutes(updates),
+        raise ValueError(f"cannot read --results {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--results {path} is no text in UTF-8") from None
+    rows = parse_rows(path, text)
+    found = {}
+    for column in rows[0] if rows else ():
+        words = column.lower().split()
+        found.setdefault(words[0] if words else "", column)
+    score = next((name for name in SCORES if name in found), None)
+    if "name" not in found or score is None or not {"parameters", "speed"} & found.keys():
+        raise ValueError(
+            f"--results {path} needs columns name, one of {', '.join(SCORES)}, and parameters or speed; "
+            f"it has {', '.join(rows[0]) if rows else 'no rows'}"
         )
-    if not found:
-        raise ValueError(f"{path} has no validation line of fairseq-train (simple or json log format)")
-    return [found[updates] for updates in sorted(found)]
+
+    def number(row: dict, kind: str) -> float | None:
+        if kind not in found:
+            return None
+        written = str(row.get(found[kind])).strip().replace("_", "")
+        digits, unit = (written[:-1], UNITS[written[-1].lower()]) if written[-1:].lower() in UNITS else (written, 1)
+        try:
+            return float(digits) * unit
+        except ValueError:
+            raise ValueError(f"--results {path}: {found[kind]} of {row.get(found['name'])} is {written}") from None
+
+    results = [
+        Result(str(row[found["name"]]), number(row, score), number(row, "parameters"), number(row, "speed"))
+        for row in rows
+    ]
+    return results, SCORES[score], found.get("speed", "speed")
 
 
-def parse_json(text: str) -> dict | None:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+def parse_rows(path: Path, text: str) -> list[dict]:
+    """Return the rows of a CSV, TSV or YAML file.
 
+    Raises:
+        ValueError: the file has another ending or is not what its ending says.
+    """
+    kind = path.suffix.lower()
+    if kind in (".yaml", ".yml"):
+        import yaml
 
-def parse_simple_validation(line: str) -> tuple[str | None, dict | None]:
-    """Return subset and values of a line of ``--log-format simple``, or (None, None)."""
-    match = SIMPLE_VALID.search(line)
-    if not match:
-        return None, None
-    fields = (field.strip().rpartition(" ") for field in match[2].split("|"))
-    return check_values(match[1], {key: value for key, _, value in fields})
-
-
-def parse_json_validation(record: dict) -> tuple[str | None, dict | None]:
-    """Return subset and values of a line of ``--log-format json``, or (None, None)."""
-    for key in record:
-        if key.startswith("valid") and key.endswith("_num_updates"):
-            subset = key.removesuffix("_num_updates")
-            prefix = f"{subset}_"
-            values = {key.removeprefix(prefix): value for key, value in record.items() if key.startswith(prefix)}
-            return check_values(subset, values)
-    return None, None
-
-
-def check_values(subset: str, values: dict) -> tuple[str | None, dict | None]:
-    """Pass only a whole line with finite numbers: the last line of a stopped run may be cut off."""
-    try:
-        numbers = [float(values["num_updates"]), float(values.get("nll_loss", values["loss"]))]
-    except (KeyError, TypeError, ValueError):
-        return None, None
-    return (subset, values) if all(map(math.isfinite, numbers)) else (None, None)
+        try:
+            rows = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--results {path} is no YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"--results {path} must be a list of mappings, one for each model")
+        return [{str(key): value for key, value in row.items()} for row in rows]
+    if kind not in (".csv", ".tsv"):
+        raise ValueError(f"--results {path} must end in .csv, .tsv, .yaml or .yml")
+    rows = list(csv.DictReader(text.splitlines(), delimiter="," if kind == ".csv" else "\t", skipinitialspace=True))
+    for number, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            raise ValueError(f"--results {path}: line {number} has not as many fields as the headings")
+    return rows
 
 
 def name_runs(paths: list[Path]) -> list[str]:
@@ -191,88 +134,128 @@ def name_runs(paths: list[Path]) -> list[str]:
     raise ValueError(f"the same log is given twice: {' '.join(map(str, paths))}")
 
 
-def draw(runs: dict[str, list[Validation]], out: Path) -> None:
-    """Draw the runs into a PNG: loss on the left axis, the same curve's perplexity on the right one."""
-    # Importing fairseq opens the root logger, and matplotlib tells it about every font it looks at.
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    import matplotlib
+def draw(runs: dict, results: tuple | None, outs: list[str]) -> None:
+    """Draw curves above, scores below; either may be missing."""
+    from .picture import drawing, write_pictures
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    timed = any(validation.minutes is not None for run in runs.values() for validation in run)
+    costs = [kind for kind in ("parameters", "speed") if results and getattr(results[0][0], kind) is not None]
+    rows = bool(runs) + bool(costs)
+    columns = max(1 + timed if runs else 0, len(costs))
+    with drawing() as pyplot:
+        size = (5.6 if columns == 1 else 10, 4.2 * rows)
+        figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, sharey="row")
+        if runs:
+            draw_curves(axes[0][: 1 + timed], runs)
+        if costs:
+            draw_results(axes[-1][: len(costs)], costs, *results)
+        for row, used in ((0, 1 + timed if runs else len(costs)), (rows - 1, len(costs) or 1 + timed)):
+            for axis in axes[row][used:]:
+                axis.remove()
+        write_pictures(figure, outs)
+
+
+def draw_curves(axes, runs: dict) -> None:
+    """Draw the runs: loss on the left axis, the same curve's perplexity on the right one."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+    from .picture import STYLES
+
     in_bits = all(validation.in_bits for run in runs.values() for validation in run)
-    timed = any(validation.minutes is not None for run in runs.values() for validation in run)
-    with pyplot.rc_context({"font.size": 10, "axes.spines.top": False, "axes.grid": True, "grid.color": "#dddddd"}):
-        figure, axes = pyplot.subplots(
-            1, 2 if timed else 1, sharey=True, figsize=(10 if timed else 5.6, 4.2), layout="constrained", squeeze=False
-        )
-        for axis, quantity in zip(axes[0], ("updates", "minutes"), strict=False):
-            for number, (name, run) in enumerate(runs.items()):
-                color, dashes, marker = STYLES[number % len(STYLES)]
-                points = [(getattr(v, quantity), v.loss) for v in run if getattr(v, quantity) is not None]
-                axis.plot(
-                    [x for x, _ in points],
-                    [y for _, y in points],
-                    color=color,
-                    linestyle=dashes,
-                    marker=marker,
-                    markersize=4.5,
-                    linewidth=1.6,
-                    label=name,
-                )
-                if points and len(runs) == 1:
-                    loss = points[-1][1]
-                    value = f"perplexity {2**loss:.1f}" if in_bits else f"{loss:.2f}"
-                    axis.annotate(
-                        value, points[-1], xytext=(0, 24), textcoords="offset points", ha="right", color=color
-                    )
-            axis.set_xlim(left=0)
-            axis.set_xlabel("updates" if quantity == "updates" else "training time (minutes)")
-        first, last = axes[0][0], axes[0][-1]
-        first.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, steps=[1, 2, 5, 10]))
-        first.set_ylabel("validation loss (bits per token)" if in_bits else "validation loss")
-        if in_bits:
-            # The same scale, written as perplexity: ticks stay where the loss has them.
-            perplexity = last.secondary_yaxis("right")
-            perplexity.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{2**loss:.3g}"))
-            perplexity.set_ylabel("validation perplexity")
-        else:
-            last.spines["right"].set_visible(False)
-        for axis in axes[0][:-1]:
-            axis.spines["right"].set_visible(False)
-        if len(runs) > 1:
-            first.legend(frameon=False, handlelength=3.5)
-        figure.savefig(out, dpi=150, format="png")
-        pyplot.close(figure)
+    for axis, quantity in zip(axes, ("updates", "minutes"), strict=False):
+        for number, (name, run) in enumerate(runs.items()):
+            color, dashes, marker = STYLES[number % len(STYLES)]
+            points = [(getattr(v, quantity), v.loss) for v in run if getattr(v, quantity) is not None]
+            axis.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                color=color,
+                linestyle=dashes,
+                marker=marker,
+                markersize=4.5,
+                linewidth=1.6,
+                label=name,
+            )
+            if points and len(runs) == 1:
+                loss = points[-1][1]
+                value = f"perplexity {2**loss:.1f}" if in_bits else f"{loss:.2f}"
+                axis.annotate(value, points[-1], xytext=(0, 24), textcoords="offset points", ha="right", color=color)
+        axis.set_xlim(left=0)
+        axis.set_xlabel("updates" if quantity == "updates" else "training time (minutes)")
+    first, last = axes[0], axes[-1]
+    first.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, steps=[1, 2, 5, 10]))
+    first.set_ylabel("validation loss (bits per token)" if in_bits else "validation loss")
+    for axis in axes if not in_bits else axes[:-1]:
+        axis.spines["right"].set_visible(False)
+    if in_bits:
+        # The same scale, written as perplexity: ticks stay where the loss has them.
+        perplexity = last.secondary_yaxis("right")
+        perplexity.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{2**loss:.3g}"))
+        perplexity.set_ylabel("validation perplexity")
+    if len(runs) > 1:
+        first.legend(frameon=False, handlelength=3.5)
+
+
+def draw_results(axes, costs: list[str], results: list[Result], score: str, speed: str) -> None:
+    """Draw the score against each cost; results of one name have one style."""
+    from .picture import STYLES
+
+    names = list(dict.fromkeys(result.name for result in results))
+    for axis, cost in zip(axes, costs, strict=True):
+        for number, name in enumerate(names):
+            color, dashes, marker = STYLES[number % len(STYLES)]
+            points = [
+                (getattr(result, cost) / (1e6 if cost == "parameters" else 1), result.score)
+                for result in results
+                if result.name == name
+            ]
+            axis.plot(
+                *zip(*points, strict=True),
+                color=color,
+                linestyle=dashes,
+                marker=marker,
+                markersize=8,
+                markeredgecolor="white",
+                linewidth=1.2,
+                label=name,
+            )
+        axis.set_xlabel("unique parameters (millions)" if cost == "parameters" else speed)
+        axis.margins(0.12)
+        axis.spines["right"].set_visible(False)
+    axes[0].set_ylabel(score)
+    axes[-1].legend(frameon=False, handlelength=3, loc="best")
 
 
 def add_arguments(parser) -> None:
     """Add the options of this subcommand."""
-    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="log of fairseq-train, one for each run")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.png", help="picture to write")
-    parser.add_argument("--force", action="store_true", help="overwrite --out")
+    from .picture import add_picture_arguments
+
+    parser.add_argument(
+        "logs", nargs="*", type=Path, metavar="LOG", help="log of fairseq-train or folder of TensorBoard, one per run"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="table of scores to draw against parameters and speed: .csv, .tsv, .yaml",
+    )
+    add_picture_arguments(parser, required=True)
 
 
-def run(args) -> int:
-    """Draw the curves.
+def run(args) -> None:
+    """Draw the curves and the results.
 
     Raises:
-        ValueError: a log cannot be read or has no validation, or the picture cannot be written.
+        ValueError: a log or the table cannot be read or has nothing to draw, or the picture cannot be written.
     """
-    if args.out.suffix.lower() != ".png":
-        raise ValueError(f"--out {args.out} must end in .png")
-    if args.out.exists() and not args.force:
-        raise ValueError(f"--out {args.out} exists: use --force to overwrite it")
-    runs = dict(zip(name_runs(args.logs), map(read_validations, args.logs), strict=True))
-    partial = args.out.with_name(f".{args.out.name}.partial")
-    try:
-        try:
-            draw(runs, partial)
-            partial.replace(args.out)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write --out {args.out}: {error.strerror or error}") from error
-    print(f"wrote {args.out}")
-    return 0
+    from .logs import read_validations
+    from .picture import check_pictures
+
+    check_pictures(args.out, args.force)
+    if not args.logs and args.results is None:
+        raise ValueError("there is nothing to draw: give logs, or --results")
+    results = None if args.results is None else read_results(args.results)
+    names = name_runs(args.logs) if args.logs else []
+    runs = dict(zip(names, map(read_validations, args.logs), strict=True))
+    draw(runs, results, args.out)
+    print(*(f"wrote {out}" for out in args.out), sep="\n")

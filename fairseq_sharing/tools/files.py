@@ -36,18 +36,23 @@ def load_checkpoint(path: str) -> dict:
     return state
 
 
-def check_output(path: str, force: bool) -> None:
+def check_output(path: str, force: bool, flag: str = "--output") -> None:
     """Refuse an output that would be lost or could not be written, before any work is done.
+
+    Args:
+        path: the file to write.
+        force: whether it may be there already.
+        flag: how the user names it.
 
     Raises:
         ValueError: the file exists and --force was not given, or its folder does not exist.
     """
     if os.path.isdir(path):
-        raise ValueError(f"--output {path} is a folder, not a file")
+        raise ValueError(f"{flag} {path} is a folder, not a file")
     if os.path.exists(path) and not force:
-        raise ValueError(f"--output {path} exists: remove it or add --force")
+        raise ValueError(f"{flag} {path} exists: remove it or add --force")
     if not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"--output {path}: there is no folder {Path(path).absolute().parent}")
+        raise ValueError(f"{flag} {path}: there is no folder {Path(path).absolute().parent}")
 
 
 def write_atomically(path: str, write: Callable[[str], None]) -> None:

@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import sys
 
-COMMANDS = ("path", "show", "average", "curves", "gradients", "unigram")
+COMMANDS = ("path", "show", "compare", "average", "curves", "gradients", "unigram", "init", "untie")
 NO_FAIRSEQ = (
     "fairseq_sharing found no fairseq to plug into: install one with pip install 've-fairseq==0.12.3', "
     "or your own build from source"

@@ -1,0 +1,232 @@
+"""Validation loss over training, read from the logs of fairseq-train or from TensorBoard's event files.
+
+The log of a resumed run is read as one run: an update that was validated twice counts once, with its last value, and
+the time between stop and resumption is left out. fairseq's own ``wall`` tells the time up to the first resumption, the
+time stamps of the log do from there on: after a resumption ``wall`` stands still or starts again, and is only added up
+where there are no time stamps, as in --log-file. TensorBoard's files
+do not tell when training went on, so the time before their first entry is taken from its updates per second.
+"""
+
+import json
+import logging
+import math
+import re
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ")
+SIMPLE_VALID = re.compile(r"epoch \d+ \| valid on '([^']+)' subset \| (.*)")
+SIMPLE_WALL = re.compile(r"num_updates=(\d+).*\bwall=(\d+)")
+JSON_LINE = re.compile(r'\{"epoch": .*\}\s*$')
+RESUMED = re.compile(r"Loaded checkpoint .* @ (\d+) updates")
+
+
+@dataclass
+class Validation:
+    """One validation.
+
+    Attributes:
+        updates: updates done before it.
+        loss: negative log-likelihood, in bits per token where the log has a perplexity, else the criterion's loss.
+        in_bits: whether ``loss`` is in bits, so that perplexity is 2^loss.
+        minutes: training time before it; None when the log does not tell.
+    """
+
+    updates: int
+    loss: float
+    in_bits: bool
+    minutes: float | None
+
+
+class Clock:
+    """Training time while a log is read, over stops and resumptions.
+
+    Attributes:
+        stamp: the time stamp of the line being read; None when it has none.
+    """
+
+    def __init__(self):
+        self.stamp: datetime | None = None
+        self.start: datetime | None = None  # when training would have begun, had it never stopped
+        self.wall: float | None = None  # fairseq's last word, until the first resumption; seconds
+        self.before = 0.0  # seconds before fairseq's clock started again, in a log without time stamps
+        self.known = {0: 0.0}  # seconds at an update
+        self.resumed = False
+
+    def tick(self, updates: int, wall: float) -> None:
+        """Take in a line of training."""
+        if not self.resumed:
+            if self.stamp is None and self.wall is not None and wall < self.wall:
+                self.before = self.known[max(update for update in self.known if update < updates)]
+            self.wall = wall
+            if self.stamp:
+                self.start = self.stamp - timedelta(seconds=wall)
+        seconds = self.seconds()
+        if seconds is not None:
+            self.known[updates] = seconds
+
+    def resume(self, updates: int) -> None:
+        """Set the clock to what it showed at the last update before the one that is resumed from."""
+        self.resumed, self.wall = True, None
+        before = self.known[max(update for update in self.known if update <= updates)]
+        self.start = self.stamp - timedelta(seconds=before) if self.stamp else None
+
+    def seconds(self) -> float | None:
+        """Return the seconds of training until the line being read."""
+        if self.stamp and self.start:
+            return (self.stamp - self.start).total_seconds()
+        return None if self.wall is None else self.before + self.wall
+
+    def minutes(self, updates: int) -> float | None:
+        """Return the minutes of training until the line being read, and remember them for this update."""
+        seconds = self.seconds()
+        if seconds is None:
+            return None
+        self.known[updates] = seconds
+        return seconds / 60
+
+
+def read_validations(path: Path) -> list[Validation]:
+    """Read the validations of a log or of a TensorBoard folder, in the order of updates; the first subset counts.
+
+    Raises:
+        ValueError: no such file, or no validation in it.
+    """
+    if path.is_dir():
+        return read_events(path)
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    found, subset = {}, None
+    clock = Clock()
+    for line in lines:
+        stamp = STAMP.match(line)
+        clock.stamp = datetime.fromisoformat(stamp[1]) if stamp else None
+        if resumed := RESUMED.search(line):
+            clock.resume(int(resumed[1]))
+            continue
+        record = JSON_LINE.search(line)
+        record = parse_json(record[0]) if record else None
+        if simple := SIMPLE_WALL.search(line):
+            clock.tick(int(simple[1]), float(simple[2]))
+            continue
+        if record and {"wall", "num_updates"} <= record.keys():
+            clock.tick(int(record["num_updates"]), float(record["wall"]))
+            continue
+        name, values = parse_json_validation(record) if record else parse_simple_validation(line)
+        if values is None or name != (subset or name):
+            continue
+        subset = name
+        updates = int(float(values["num_updates"]))
+        found[updates] = Validation(
+            updates=updates,
+            loss=float(values.get("nll_loss", values["loss"])),
+            in_bits="ppl" in values,
+            minutes=clock.minutes(updates),
+        )
+    if not found:
+        raise ValueError(f"{path} has no validation line of fairseq-train (simple or json log format)")
+    return [found[updates] for updates in sorted(found)]
+
+
+def parse_json(text: str) -> dict | None:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def parse_simple_validation(line: str) -> tuple[str | None, dict | None]:
+    """Return subset and values of a line of ``--log-format simple``, or (None, None)."""
+    match = SIMPLE_VALID.search(line)
+    if not match:
+        return None, None
+    fields = (field.strip().rpartition(" ") for field in match[2].split("|"))
+    return check_values(match[1], {key: value for key, _, value in fields})
+
+
+def parse_json_validation(record: dict) -> tuple[str | None, dict | None]:
+    """Return subset and values of a line of ``--log-format json``, or (None, None)."""
+    for key in record:
+        if key.startswith("valid") and key.endswith("_num_updates"):
+            subset = key.removesuffix("_num_updates")
+            prefix = f"{subset}_"
+            values = {key.removeprefix(prefix): value for key, value in record.items() if key.startswith(prefix)}
+            return check_values(subset, values)
+    return None, None
+
+
+def check_values(subset: str, values: dict) -> tuple[str | None, dict | None]:
+    """Pass only a whole line with finite numbers: the last line of a stopped run may be cut off."""
+    try:
+        numbers = [float(values["num_updates"]), float(values.get("nll_loss", values["loss"]))]
+    except (KeyError, TypeError, ValueError):
+        return None, None
+    return (subset, values) if all(map(math.isfinite, numbers)) else (None, None)
+
+
+def read_events(folder: Path) -> list[Validation]:
+    """Read the validations that ``--tensorboard-logdir`` wrote, one folder for each subset and those of training.
+
+    Raises:
+        ValueError: no validation in it, or no TensorBoard to read it.
+    """
+    sessions = read_sessions(folder)
+    subsets = sorted({kind for session in sessions for _, kind, _, _ in session} - {"train", "train_inner"})
+    if not subsets:
+        raise ValueError(f"{folder} has no validation: it is no folder of --tensorboard-logdir, or none was done yet")
+    subset = "valid" if "valid" in subsets else subsets[0]
+    clock, found = Clock(), {}
+    for session in sessions:
+        for number, (stamp, kind, updates, values) in enumerate(session):
+            if number == 0 and clock.known != {0: 0.0}:
+                before = max((update for update in clock.known if update < updates), default=0)
+                rate = values.get("ups") or math.inf
+                clock.stamp = stamp - timedelta(seconds=(updates - before) / rate)
+                clock.resume(before)
+            clock.stamp = stamp
+            if "wall" in values:
+                clock.tick(updates, values["wall"])
+            if kind == subset and math.isfinite(values.get("nll_loss", values.get("loss", math.nan))):
+                found[updates] = Validation(
+                    updates=updates,
+                    loss=values.get("nll_loss", values.get("loss")),
+                    in_bits="ppl" in values,
+                    minutes=clock.minutes(updates),
+                )
+    if not found:
+        raise ValueError(f"{folder} has no validation loss in {subset}")
+    return [found[updates] for updates in sorted(found)]
+
+
+def read_sessions(folder: Path) -> list[list[tuple[datetime, str, int, dict[str, float]]]]:
+    """Return for each process that wrote into the folder its entries in the order of time.
+
+    An entry is the time, the subset or kind of training, the updates, and the values that were written together.
+    """
+    try:
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+        from tensorboard.util.tensor_util import make_ndarray
+    except ImportError:
+        raise ValueError("reading TensorBoard's files needs tensorboard: pip install tensorboard") from None
+
+    logging.getLogger("tensorboard").setLevel(logging.WARNING)  # importing fairseq opens the root logger
+    entries: dict[str, dict[tuple[str, int], tuple[datetime, dict]]] = {}
+    for file in sorted(folder.glob("*/*tfevents*")):
+        # events.out.tfevents.<seconds>.<host>.<process>.<number of the writer>
+        process = file.name.partition("tfevents.")[2].partition(".")[2].rpartition(".")[0]
+        for event in EventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                if not value.HasField("tensor") or value.tensor.string_val:
+                    continue
+                key = (file.parent.name, event.step)
+                stamp = datetime.fromtimestamp(event.wall_time)
+                entry = entries.setdefault(process, {}).setdefault(key, (stamp, {}))
+                entry[1][value.tag] = float(make_ndarray(value.tensor))
+    sessions = [
+        sorted(((stamp, *key, values) for key, (stamp, values) in found.items()), key=lambda entry: entry[0])
+        for found in entries.values()
+    ]
+    return sorted(sessions, key=lambda session: session[0][0])
