@@ -26,7 +26,7 @@ def check_benchmark(trained, data: Path | None, args) -> None:
         ValueError: with the option.
     """
     if trained.family != "translation":
-        raise ValueError(f"--benchmark {args.benchmark} is for translation; {trained.path} is a {trained.family}")
+        raise ValueError(f"--benchmark {args.benchmark} is for translation; {trained.path} is a {trained.family} model")
     pair = f"{trained.task['source_lang']}-{trained.task['target_lang']}"
     file = data / f"{args.benchmark}.{pair}.{trained.task['source_lang']}.idx"
     if not file.is_file():

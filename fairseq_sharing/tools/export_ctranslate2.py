@@ -18,7 +18,7 @@ from .export_fairseq import copy_texts, plain_model
 from .files import need
 from .trained import Trained, as_plain, check_sentencepiece, dictionary_files, find_data
 
-TASKS = {"translation": "translation", "language model": "language_modeling"}
+TASKS = {"translation": "translation", "language": "language_modeling"}
 ACTIVATIONS = ("relu", "gelu", "gelu_accurate", "gelu_fast", "swish")
 # The parameters and buffers that the converter reads, or may leave alone.
 READ = re.compile(

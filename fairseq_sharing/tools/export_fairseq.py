@@ -24,14 +24,15 @@ from .trained import (
     check_sentencepiece,
     dictionary_files,
     find_data,
+    first_mismatch,
     speech_settings,
 )
 
 PLAIN_ARCHS = {
     "translation": "transformer",
-    "language model": "transformer_lm",
+    "language": "transformer_lm",
     "speech": "s2t_transformer",
-    "masked language model": "roberta",
+    "masked language": "roberta",
 }
 ROBERTAS_EPSILON = 1e-5
 
@@ -84,7 +85,7 @@ def plain_model(trained: Trained) -> tuple[dict, dict]:
     weights = trained.plain_state()
     arch = PLAIN_ARCHS[trained.family]
     config = strip(vars(trained.config), arch)
-    if trained.family == "language model":  # a configuration, which knows no other arguments
+    if trained.family == "language":  # a configuration, which knows no other arguments
         known = {field.name for field in fields(TransformerLanguageModelConfig)}
         config = {name: value for name, value in config.items() if name in known}
     else:
@@ -104,7 +105,7 @@ def check_encoder(trained: Trained) -> None:
     Raises:
         ValueError: with the option and both values.
     """
-    if trained.family != "masked language model":
+    if trained.family != "masked language":
         return
     embed, width = trained.config.factorized_embed_dim, trained.config.encoder_embed_dim
     if embed != width:
@@ -153,19 +154,19 @@ def check_builds(trained: Trained, config: dict, weights: dict) -> None:
     source, target = map(filler_dictionary, trained.sizes)
     target = source if trained.sizes[0] == trained.sizes[1] else target
     task = SimpleNamespace(source_dictionary=source, target_dictionary=target)
-    heads = {"load_checkpoint_heads": True} if trained.family == "masked language model" else {}
+    heads = {"load_checkpoint_heads": True} if trained.family == "masked language" else {}
     model_config = OmegaConf.create({"model": {**config, **heads}}).model
     try:
         build_model(model_config, task, True).load_state_dict(dict(weights), model_cfg=model_config)
     except RuntimeError as error:
-        reason = " ".join(str(error).split("\n\t")[1:2])
+        reason = first_mismatch(error)
         raise ValueError(f"{trained.path} cannot be a plain {config['_name']}: {reason}") from None
 
 
 def copy_texts(trained: Trained, data: Path | None, dictionaries: dict, sentencepiece_model: str | None, folder: Path):
     """Put dictionaries, speech configuration and SentencePiece model beside the model, where fairseq's hub looks."""
     names = {file.relative_to(data) for file in dictionaries.values()}
-    if names and (data / "label" / "dict.txt").is_file() and trained.family == "masked language model":
+    if names and (data / "label" / "dict.txt").is_file() and trained.family == "masked language":
         names.add(Path("label", "dict.txt"))
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)

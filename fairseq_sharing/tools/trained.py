@@ -1,13 +1,14 @@
 """A trained model from its checkpoint alone: what the exporters read."""
 
 from argparse import Namespace
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 from fairseq.data import Dictionary
+from fairseq.data.data_utils import infer_language_pair
 from fairseq.models import build_model
 from fairseq.models.roberta import RobertaModel
 from fairseq.models.speech_to_text import S2TTransformerModel
@@ -26,17 +27,17 @@ from .show import paths_of as stack_paths
 SENTENCEPIECE = "sentencepiece.bpe.model"  # the name under which fairseq's hub looks for it
 FAMILIES = {
     "translation": TransformerModel,
-    "language model": TransformerLanguageModel,
+    "language": TransformerLanguageModel,
     "speech": S2TTransformerModel,
-    "masked language model": RobertaModel,
+    "masked language": RobertaModel,
 }
 # The arguments that this plugin adds to fairseq's.
 OURS = {
-    *(f"{stack}_{field.name}" for stack in ("encoder", "decoder") for field in fields(StackSharingConfig)),
+    *(f"{stack}_{each.name}" for stack in ("encoder", "decoder") for each in fields(StackSharingConfig)),
     *(
-        field.name
+        each.name
         for config in (SharingPartsConfig, FactorizedEmbeddingConfig, LayerNormConfig)
-        for field in fields(config)
+        for each in fields(config)
     ),
 } - {"_name", "encoder__name", "decoder__name"}
 
@@ -52,6 +53,7 @@ class Trained:
         config: the model's arguments.
         sizes: symbols in the source and in the target dictionary.
         model: the model with the checkpoint's weights.
+        languages: source_lang and target_lang, where only the data tell them.
     """
 
     path: str
@@ -60,6 +62,7 @@ class Trained:
     config: Namespace
     sizes: tuple[int, int]
     model: nn.Module
+    languages: dict = field(default_factory=dict)
 
     @property
     def family(self) -> str:
@@ -68,7 +71,7 @@ class Trained:
     @property
     def task(self) -> dict:
         """The arguments of its task."""
-        return as_plain((self.state.get("cfg") or {}).get("task") or self.state.get("args") or {})
+        return {**as_plain((self.state.get("cfg") or {}).get("task") or self.state.get("args") or {}), **self.languages}
 
     def plain_state(self) -> dict:
         """Return the weights under every name that the model without sharing has; borrowed ones stay one tensor."""
@@ -103,11 +106,17 @@ def load_trained(path: str) -> Trained:
     try:
         model.load_state_dict(dict(state["model"]), model_cfg=config)
     except RuntimeError as error:
-        reason = " ".join(str(error).split("\n\t")[1:2])
+        reason = first_mismatch(error)
         raise ValueError(f"{path} does not hold the weights that its configuration says: {reason}") from None
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return Trained(path, state, arch, Namespace(**as_plain(config)), tuple(sizes), model)
+
+
+def first_mismatch(error: RuntimeError) -> str:
+    """Return the first of the names that torch lists when weights do not fit a model."""
+    lines = str(error).split("\n\t")
+    return lines[min(1, len(lines) - 1)].split(",")[0].split("\n")[0]
 
 
 def as_checkpoint(cfg: dict | None, model: dict, history: list | None = None, args=None) -> dict:
@@ -161,6 +170,7 @@ def dictionary_files(trained: Trained, data: Path | None) -> dict[str, Path]:
     if data is None:
         return {}
     if trained.family == "translation":
+        find_languages(trained, data)
         names = [f"dict.{trained.task.get(f'{side}_lang')}.txt" for side in ("source", "target")]
     elif trained.family == "speech":
         names = [speech_settings(trained, data).get("vocab_filename", "dict.txt")] * 2
@@ -172,10 +182,26 @@ def dictionary_files(trained: Trained, data: Path | None) -> dict[str, Path]:
     for file, size in zip(files.values(), trained.sizes, strict=True):
         if not file.is_file():
             raise ValueError(f"--data {data} has no dictionary {file.relative_to(data)}")
-        found = len(load_dictionary(file, mask=trained.family == "masked language model"))
+        found = len(load_dictionary(file, mask=trained.family == "masked language"))
         if found != size:
             raise ValueError(f"{file} has {found} symbols, but {trained.path} was trained with {size}")
     return files
+
+
+def find_languages(trained: Trained, data: Path) -> None:
+    """Learn the languages from the data, as fairseq-train does, where they were not given to it.
+
+    Raises:
+        ValueError: neither tells them.
+    """
+    if trained.task.get("source_lang") is None or trained.task.get("target_lang") is None:
+        source, target = infer_language_pair(str(data))
+        if source is None:
+            raise ValueError(
+                f"{trained.path} does not say its languages, nor does --data {data}, without a file such as "
+                "test.en-de.en.idx"
+            )
+        trained.languages = {"source_lang": source, "target_lang": target}
 
 
 def speech_settings(trained: Trained, data: Path) -> dict:
