@@ -5,7 +5,7 @@ import importlib.util
 import logging
 import os
 import pickle
-import shutil
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -92,27 +92,27 @@ def write_folder(path: str, write: Callable[[Path], None]) -> None:
         ValueError: the folder could not be written, or would take another file with it; nothing is left behind.
     """
     target = Path(path).absolute()
-    temporary, old = target.with_name(f"{target.name}.tmp"), target.with_name(f"{target.name}.old")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
-        temporary.mkdir()
-        write(temporary)
-        lost = sorted(names_in(target) - names_in(temporary))
-        if lost:
-            raise ValueError(f"--out {path} holds {lost[0]}, which --force would not replace: remove it yourself")
-        if target.exists():
-            target.rename(old)
-        temporary.rename(target)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+            new, old = Path(scratch, "new"), Path(scratch, "old")
+            new.mkdir()
+            write(new)
+            lost = sorted(names_in(target) - names_in(new))
+            if lost:
+                raise ValueError(f"--out {path} holds {lost[0]}, which --force would not replace: remove it yourself")
+            if target.exists():
+                target.rename(old)
+            try:
+                new.rename(target)
+            except OSError:
+                if old.exists():
+                    old.rename(target)
+                raise
     except Exception as error:
+        # When the disk is full torch and CTranslate2 raise RuntimeError, safetensors an error of its own.
         if not isinstance(error, (OSError, RuntimeError)) and type(error).__name__ != "SafetensorError":
-            raise  # torch and CTranslate2 raise RuntimeError when the disk is full
+            raise
         raise ValueError(f"cannot write {path}: {first_line(error)}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if old.exists() and target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        elif old.exists():
-            old.rename(target)
 
 
 def names_in(folder: Path) -> set[str]:

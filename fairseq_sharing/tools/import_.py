@@ -49,5 +49,5 @@ def run(args) -> None:
                 (folder / name).write_text(content, encoding="utf-8")
 
     write_folder(args.out, write)
-    print(f"{args.source}: {args.folder}", f"fairseq: {args.out}/model.pt, {', '.join(sorted(beside))}", sep="\n")
-    print(*notes, sep="\n")
+    written = ", ".join(["model.pt", *sorted(beside)])
+    print(f"{args.source}: {args.folder}", f"fairseq: {args.out}: {written}", *notes, sep="\n")

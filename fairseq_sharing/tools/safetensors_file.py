@@ -6,7 +6,7 @@ The metadata are texts, as the format wants them:
     fairseq_sharing      version of this package that wrote the file
     names                JSON: each name in the checkpoint -> the name under which its tensor is stored
     sharing              JSON: each shared stack -> {"assignment": [0, 1, 1, 0], "parts": ["attention", "ffn", "norm"]}
-    cfg                  JSON: the checkpoint's configuration; a Namespace is {"Namespace": {...}}
+    cfg, args            JSON: its configuration; a Namespace is {"Namespace": {...}}, a tuple {"tuple": [...]}
     optimizer_history    JSON: the number of updates and the like, but no optimizer
 """
 
@@ -64,29 +64,34 @@ def pack(state: dict) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         "fairseq_sharing": __version__,
         "names": json.dumps(names),
         "sharing": json.dumps(sharing),
-        "cfg": json.dumps(mark_namespaces(state.get("cfg"))),
-        "args": json.dumps(mark_namespaces(state.get("args"))),
+        "cfg": json.dumps(mark_types(state.get("cfg"))),
+        "args": json.dumps(mark_types(state.get("args"))),
         "optimizer_history": json.dumps(as_plain(state.get("optimizer_history"))),
     }
     return stored, metadata
 
 
-def mark_namespaces(value):
-    """Return what JSON can hold; a Namespace is told from a dictionary."""
+def mark_types(value):
+    """Return what JSON can hold; a Namespace and a tuple are told from a dictionary and a list."""
     if isinstance(value, Namespace):
-        return {"Namespace": mark_namespaces(vars(value))}
+        return {"Namespace": mark_types(vars(value))}
     if isinstance(value, dict):
-        return {key: mark_namespaces(entry) for key, entry in value.items()}
+        return {key: mark_types(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        entries = [mark_types(entry) for entry in value]
+        return {"tuple": entries} if isinstance(value, tuple) else entries
     return as_plain(value)
 
 
-def restore_namespaces(value):
-    """Undo `mark_namespaces`."""
+def restore_types(value):
+    """Undo `mark_types`."""
     if isinstance(value, list):
-        return [restore_namespaces(entry) for entry in value]
+        return [restore_types(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    restored = {key: restore_namespaces(entry) for key, entry in value.items()}
+    restored = {key: restore_types(entry) for key, entry in value.items()}
+    if restored.keys() == {"tuple"}:
+        return tuple(restored["tuple"])
     return Namespace(**restored["Namespace"]) if restored.keys() == {"Namespace"} else restored
 
 
@@ -121,7 +126,7 @@ def read(folder: Path, args):
     for stack, record in told["sharing"].items():
         sharing = Sharing(tuple(record["assignment"]), tuple(record["parts"]))
         model[f"{stack}.{RECORD}"] = encode_sharing(sharing)
-    cfg, arguments = restore_namespaces(told["cfg"]), restore_namespaces(told["args"])
+    cfg, arguments = restore_types(told["cfg"]), restore_types(told["args"])
     checkpoint = as_checkpoint(cfg, model, told["optimizer_history"], arguments)
     beside = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file() and path != file}
     return checkpoint, beside, [] if SENTENCEPIECE in beside else ["no SentencePiece model beside it"]
