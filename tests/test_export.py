@@ -939,6 +939,12 @@ def test_import_refuses(published, translation, tmp_path, capsys):
     write_published(published, folder, "AlbertForMaskedLM")
     capsys.readouterr()
     assert "was not written by fairseq-sharing export" in refused("safetensors")
+    newer = {"a": torch.ones(1)}, str(folder / "newer.safetensors"), {"fairseq_sharing": "2"}
+    pytest.importorskip("safetensors.torch").save_file(*newer)
+    theirs = (folder / "model.safetensors").read_bytes()
+    (folder / "newer.safetensors").rename(folder / "model.safetensors")
+    assert "has format 2, this version of fairseq_sharing reads format 1" in refused("safetensors")
+    (folder / "model.safetensors").write_bytes(theirs)
     config = json.loads((folder / "config.json").read_text())
     for change, sentence in (
         ({"hidden_act": "mish"}, "hidden_act mish is none of fairseq's"),
@@ -967,26 +973,23 @@ def test_import_refuses(published, translation, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_ctranslate2_translates_a_real_test_set_alike(tmp_path, capsys):
+def test_ctranslate2_translates_a_real_test_set_alike(tmp_path, capsys, monkeypatch):
     """At least 99 % of fairseq-generate's translations at beam 1, and its BLEU within 0.1 at beam 5."""
     pytest.importorskip("ctranslate2")
+    monkeypatch.setattr(benchmark, "ROUNDS", 1)  # of the times nothing is asked here
     script = REPOSITORY / "examples" / "translation" / "quickstart.sh"
-    env = {
-        **os.environ,
-        "RUN": str(tmp_path / "run"),
-        "UPDATES": "1500",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "RUN": str(tmp_path / "run"), "UPDATES": "1000", "BEAM": "1", "PATH": path}
     subprocess.run(["bash", str(script)], check=True, env=env, capture_output=True)
+    folder = tmp_path / "run"
     trained = SimpleNamespace(
-        path=tmp_path / "run/checkpoints/averaged.pt",
-        data=tmp_path / "run/data/bin",
-        spm=tmp_path / "run/data/spm.model",
+        path=folder / "checkpoints" / "averaged.pt", data=folder / "data" / "bin", spm=folder / "data" / "spm.model"
     )
     export(trained, "ctranslate2", tmp_path / "one", "--benchmark", "test", "--beam", "1")
-    equal = re.search(r"([\d,]+) of ([\d,]+) translations are equal", capsys.readouterr().out)
-    equal, number = (int(text.replace(",", "")) for text in equal.groups())
+    found = re.search(r"([\d,]+) of ([\d,]+) translations are equal", capsys.readouterr().out)
+    equal, number = (int(text.replace(",", "")) for text in found.groups())
     assert number > 500 and equal >= 0.99 * number
     export(trained, "ctranslate2", tmp_path / "five", "--benchmark", "test", "--beam", "5")
     scores = re.findall(r"^(?:fairseq-generate|ctranslate2) .* ([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
-    assert float(scores[0]) > 5 and abs(float(scores[0]) - float(scores[1])) <= 0.1
+    ours, theirs = map(float, scores)
+    assert ours > 2 and abs(ours - theirs) <= 0.1

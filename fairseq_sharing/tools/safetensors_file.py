@@ -3,7 +3,7 @@
 The metadata are texts, as the format wants them:
 
     format               pt
-    fairseq_sharing      version of this package that wrote the file
+    fairseq_sharing      the version of this list
     names                JSON: each name in the checkpoint -> the name under which its tensor is stored
     sharing              JSON: each shared stack -> {"assignment": [0, 1, 1, 0], "parts": ["attention", "ffn", "norm"]}
     cfg, args            JSON: its configuration; a Namespace is {"Namespace": {...}}, a tuple {"tuple": [...]}
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from .. import __version__
 from ..checkpoint import RECORD, decode_sharing, encode_sharing
 from ..sharing import Sharing
 from .export_fairseq import copy_texts
@@ -24,6 +23,7 @@ from .files import need
 from .trained import SENTENCEPIECE, Trained, as_checkpoint, as_plain, check_sentencepiece, dictionary_files, find_data
 
 FILE = "model.safetensors"
+FORMAT = "1"
 
 
 def check_packages() -> None:
@@ -61,7 +61,7 @@ def pack(state: dict) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
             stored[name] = tensor.contiguous().clone()  # the format wants memory of its own for each
     metadata = {
         "format": "pt",
-        "fairseq_sharing": __version__,
+        "fairseq_sharing": FORMAT,
         "names": json.dumps(names),
         "sharing": json.dumps(sharing),
         "cfg": json.dumps(mark_types(state.get("cfg"))),
@@ -116,8 +116,11 @@ def read(folder: Path, args):
             stored = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is no dictionary
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is no safetensors file, or a truncated one: {error}") from None
-    if not {"names", "sharing", "cfg"} <= metadata.keys():
+    if "fairseq_sharing" not in metadata:
         raise ValueError(f"{file} was not written by fairseq-sharing export --to safetensors")
+    if metadata["fairseq_sharing"] != FORMAT:
+        found = metadata["fairseq_sharing"]
+        raise ValueError(f"{file} has format {found}, this version of fairseq_sharing reads format {FORMAT}")
     told = {key: json.loads(metadata[key]) for key in ("names", "sharing", "cfg", "args", "optimizer_history")}
     missing = [name for name in told["names"].values() if name not in stored]
     if missing:
