@@ -33,6 +33,9 @@ SPEECH_REQUIREMENTS = [
     "soundfile>=0.12",
 ]
 
+# What `fairseq-sharing export` and `import` import, each only for its own formats.
+EXPORT_REQUIREMENTS = ["ctranslate2>=4.5", "safetensors>=0.4", "tokenizers>=0.20"]
+
 setup(
     name="fairseq_sharing",
     version=VERSION,
@@ -55,9 +58,11 @@ setup(
     extras_require={
         "fairseq": ["ve-fairseq==0.12.3"],
         "speech": SPEECH_REQUIREMENTS,
+        "export": EXPORT_REQUIREMENTS,
         "dev": [
             *FAIRSEQ_REQUIREMENTS,
             *SPEECH_REQUIREMENTS,
+            *EXPORT_REQUIREMENTS,
             *("hypothesis", "pytest>=8", "pytest-xdist", "ruff", "transformers>=4.48"),
         ],
     },

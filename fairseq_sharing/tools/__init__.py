@@ -1,5 +1,7 @@
 """The command ``fairseq-sharing``: one file for each subcommand, each with HELP, add_arguments and run.
 
-What several of them need is beside them: `files`, `progress` and `picture` for reading and writing, `model` and `cost`
-for looking at a model, `convert` for making another out of it, `logs` for training's.
+`export` and `import_` have a file for each format: ``export_<format>`` and ``import_<format>``, or both in one. What
+several subcommands need is beside them: `files`, `progress` and `picture` for reading and writing, `model` and `cost`
+for looking at a model, `trained` for a model with its weights, `convert` for making another out of it, `logs` for
+training's.
 """

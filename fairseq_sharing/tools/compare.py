@@ -30,7 +30,6 @@ from .show import (
     check_sentences,
     format_lengths,
     format_megabytes,
-    quiet_log,
 )
 
 HELP = "compare the parameters, memory and FLOPs of several models, with a picture"
@@ -324,6 +323,8 @@ def run(args) -> None:
 
     check_pictures(args.out, args.force)
     check_sentences(args)
+    from .files import quiet_log
+
     with quiet_log():
         entries = read_entries(args)
         for entry in entries:

@@ -45,9 +45,8 @@ def run(args) -> None:
         ValueError: the models differ in more than sharing, or a file cannot be read or written.
     """
     from . import convert
-    from .files import check_output
+    from .files import check_output, quiet_log
     from .model import architecture_of, family_flags, filler_task, parse_architecture, stacks_of
-    from .show import quiet_log
 
     check_output(args.out, args.force, "--out")
     with quiet_log():

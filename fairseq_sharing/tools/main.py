@@ -3,9 +3,12 @@
 import argparse
 import importlib
 import importlib.util
+import keyword
 import sys
 
-COMMANDS = ("path", "show", "compare", "average", "curves", "gradients", "unigram", "init", "untie")
+COMMANDS = (
+    *("path", "show", "compare", "average", "curves", "gradients", "unigram", "init", "untie", "export", "import"),
+)
 NO_FAIRSEQ = (
     "fairseq_sharing found no fairseq to plug into: install one with pip install 've-fairseq==0.12.3', "
     "or your own build from source"
@@ -27,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands = {}
     for name in COMMANDS:
-        module = commands[name] = importlib.import_module(f".{name}", __package__)
+        file = f"{name}_" if keyword.iskeyword(name) else name
+        module = commands[name] = importlib.import_module(f".{file}", __package__)
         subparser = subparsers.add_parser(
             name,
             help=module.HELP,

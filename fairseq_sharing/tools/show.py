@@ -12,10 +12,7 @@ Examples:
     fairseq-sharing show --path checkpoints/checkpoint_best.pt --json
 """
 
-import contextlib
 import json
-import logging
-import warnings
 
 HELP = "show the assignment, parameters, memory and FLOPs of an architecture or a checkpoint"
 PASSES_ON = True  # whatever the command does not know is a flag of fairseq-train
@@ -64,22 +61,6 @@ def add_measuring_arguments(parser) -> None:
     how.add_argument("--markdown", action="store_true", help="print tables in Markdown")
 
 
-@contextlib.contextmanager
-def quiet_log():
-    """Silence the log: an error's sentence comes once, from `main`, and fairseq's news are of no interest here."""
-    levels = {logging.getLogger("fairseq_sharing"): logging.CRITICAL, logging.getLogger("fairseq"): logging.ERROR}
-    before = {logger: logger.level for logger in levels}
-    try:
-        for logger, level in levels.items():
-            logger.setLevel(level)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, about its own future and the missing GPU
-            yield
-    finally:
-        for logger, level in before.items():
-            logger.setLevel(level)
-
-
 def run(args) -> None:
     """Print the report.
 
@@ -88,6 +69,7 @@ def run(args) -> None:
     """
     from . import model
     from .cost import measure
+    from .files import quiet_log
 
     with quiet_log():
         check_sentences(args)

@@ -82,10 +82,9 @@ def run(args) -> None:
         ValueError: a file cannot be read or written, or fairseq's own architecture cannot hold the model.
     """
     from . import convert
-    from .files import check_output
+    from .files import check_output, quiet_log
     from .init import describe, measure, report
     from .model import architecture_of, filler_task, saved_config, sharing_of, stacks_of
-    from .show import quiet_log
 
     check_output(args.out, args.force, "--out")
     with quiet_log():
