@@ -3,13 +3,16 @@
 import copy
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import test_transformer_lm_shared as lm
 import torch
-from conftest import FOUR_FROM_TWO, PLUGIN, TINY, build, parse, random_batch, run, train_command
+from conftest import FOUR_FROM_TWO, PLUGIN, TINY, build, build_dictionary, parse, random_batch, run, train_command
 from fairseq.data import Dictionary, data_utils
+from fairseq.models import build_model
 from fairseq.optim.fp16_optimizer import FP16Optimizer
+from omegaconf import OmegaConf
 from torch.nn import functional
 
 from fairseq_sharing.residual import ScaledResidualNorm, fold_scalings, is_measured, list_scalings
@@ -274,6 +277,51 @@ def test_folding_gives_plain_layers_that_compute_the_same(sharing):
     plain.load_state_dict({name: weights[name] for name in plain.state_dict() if name in weights}, strict=False)
     assert not any("residual" in name for name in weights)
     assert torch.allclose(plain(**random_batch())[0], model(**random_batch())[0], atol=1e-5)
+
+
+TIED = ["--share-all-embeddings"]
+EXPORTED = {
+    "tied": TIED,
+    "untied": [],
+    "decoder tied, learned positions": [
+        "--share-decoder-input-output-embed",
+        "--encoder-learned-pos",
+        "--decoder-learned-pos",
+    ],
+    "no positions": ["--no-token-positional-embeddings", "--share-decoder-input-output-embed"],
+    "LayerNorm of embeddings": [*TIED, "--layernorm-embedding"],
+    "factorised": [*TIED, "--factorized-embed-dim", "8"],
+    "language model": ["--share-decoder-input-output-embed"],
+    "factorised language model": ["--share-decoder-input-output-embed", "--factorized-embed-dim", "8"],
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_the_export_to_fairseq_computes_the_same(name, tmp_path):
+    from test_tools import save
+
+    from fairseq_sharing.tools.export_fairseq import plain_model
+    from fairseq_sharing.tools.trained import load_trained
+
+    flags, path = [*EXPORTED[name], "--residual-scaling", "admin-static"], tmp_path / "model.pt"
+    if "language model" in name:
+        arch, flags = "transformer_lm_shared_cycle_rev", [*lm.TINY, "--decoder-unique-layers", "2", *flags]
+        model, call = lm.build(arch, *flags), (lm.random_tokens(),)
+        vary(model)
+        config = OmegaConf.to_container(lm.configure(arch, *flags).model)
+        torch.save({"cfg": {"model": config}, "model": model.state_dict(), "extra_state": {}}, path)
+    else:
+        flags = [*TINY, *FOUR_FROM_TWO, *flags]
+        model, call = build(REV, *flags), tuple(random_batch().values())
+        vary(model)
+        save(model, path, (REV, *flags))
+    config, weights = plain_model(load_trained(str(path)))
+    dictionary = build_dictionary(40)
+    task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    stock = build_model(OmegaConf.create({"model": config}).model, task, True).eval()
+    assert type(stock).__module__.startswith("fairseq.models")
+    stock.load_state_dict(weights)
+    assert torch.allclose(stock(*call)[0], model(*call)[0], atol=1e-5)
 
 
 def test_folding_refuses_what_it_would_lose():

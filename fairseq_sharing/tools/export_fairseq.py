@@ -12,8 +12,10 @@ from types import SimpleNamespace
 import torch
 from fairseq.models import build_model
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+from fairseq.modules import SinusoidalPositionalEmbedding
 from omegaconf import OmegaConf
 
+from ..residual import fold_scalings
 from .model import filler_dictionary
 from .trained import (
     OURS,
@@ -93,6 +95,8 @@ def plain_model(trained: Trained) -> tuple[dict, dict]:
     config["_name"] = arch
     if getattr(trained.config, "factorized_embed_dim", None) and trained.family in ("translation", "speech"):
         multiply_out(trained.config, config, weights)
+    if str(getattr(trained.config, "residual_scaling", "none")) != "none":
+        fold_residuals(trained, config, weights)
     if trained.family == "speech":
         config["load_pretrained_encoder_from"] = None
     check_builds(trained, config, weights)
@@ -138,6 +142,54 @@ def multiply_out(ours, config: dict, weights: dict) -> None:
         config["decoder_output_dim"] = ours.decoder_embed_dim
     config.update(decoder_input_dim=ours.decoder_embed_dim, share_decoder_input_output_embed=False)
     config.update(share_all_embeddings=False, encoder_embed_path=None, decoder_embed_path=None)
+
+
+def fold_residuals(trained: Trained, config: dict, weights: dict) -> None:
+    """Rewrite Admin's scaled residual connections into plain Post-LN layers, in place.
+
+    The first sublayer's scaling goes into what a stack reads: its LayerNorm where the embedding has one, else its
+    embedding, which is not tied any more, and its positions, which become a table.
+
+    Raises:
+        ValueError: a scaling cannot be divided out, or the embedding is adaptive.
+    """
+    for stack in (stack for stack in ("encoder", "decoder") if f"{stack}.layers.0.fc1.weight" in weights):
+        if getattr(trained.config, "cross_self_attention", False):
+            raise ValueError(
+                f"--to fairseq: {trained.path} has --residual-scaling and --cross-self-attention, which reads scaled "
+                "and unscaled states by the same matrices"
+            )
+        omega = fold_scalings(weights, f"{stack}.layers")
+        if f"{stack}.layernorm_embedding.weight" in weights:
+            read = [f"{stack}.layernorm_embedding.weight", f"{stack}.layernorm_embedding.bias"]
+        elif f"{stack}.embed_tokens.weight" not in weights:
+            raise ValueError(
+                f"--to fairseq: {trained.path} has --residual-scaling and --adaptive-input: the scaling of the first "
+                "sublayer has no table to go into"
+            )
+        else:
+            read = [f"{stack}.embed_positions.weight"]
+            if not config.get("no_token_positional_embeddings") and read[0] not in weights:
+                weights[read[0]] = tabulate_positions(config, stack, omega)
+            config[f"{stack}_learned_pos"] = True
+            read = [key for key in read if key in weights]
+            if f"{stack}.project_in_dim.weight" in weights:
+                key = f"{stack}.project_in_dim.weight"
+                weights[key] = (weights[key].double() * omega[:, None]).to(weights[key].dtype)
+            else:
+                read.append(f"{stack}.embed_tokens.weight")
+        for key in read:
+            weights[key] = (weights[key].double() * omega).to(weights[key].dtype)
+    if "decoder.project_in_dim.weight" not in weights:
+        config.update(share_decoder_input_output_embed=False, share_all_embeddings=False)
+
+
+def tabulate_positions(config: dict, stack: str, like: torch.Tensor) -> torch.Tensor:
+    """Return fairseq's sinusoidal positions as the table of its learned ones."""
+    limit = {"encoder": "max_source_positions", "decoder": "max_target_positions"}[stack]
+    padding = filler_dictionary(8).pad()
+    rows = int(config.get(limit) or 1024) + padding + 1
+    return SinusoidalPositionalEmbedding.get_embedding(rows, len(like), padding)
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
