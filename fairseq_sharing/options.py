@@ -11,7 +11,6 @@ from argparse import Namespace
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Optional
 
-import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from omegaconf import DictConfig, OmegaConf
@@ -328,11 +327,11 @@ def check_training(args, stack: str) -> None:
 
 
 def check_precision(args) -> None:
-    """Refuse fp16 without a GPU, whatever is shared: fairseq's optimizer and its trainer, at an overflow, need one."""
+    """Refuse fp16 with --cpu, whatever is shared: fairseq's optimizer and its trainer, at an overflow, need a GPU."""
     for name in ("memory_efficient_fp16", "fp16"):  # the first implies the second
-        if getattr(args, name, False) and (getattr(args, "cpu", False) or not torch.cuda.is_available()):
+        if getattr(args, name, False) and getattr(args, "cpu", False):
             flag = f"--{name.replace('_', '-')}"
-            refuse(f"{flag} needs a GPU, and this would train on the CPU: use {flag.replace('fp16', 'bf16')}")
+            refuse(f"{flag} needs a GPU and cannot be combined with --cpu: use {flag.replace('fp16', 'bf16')}")
 
 
 def parse_parts(text: str | None) -> list[str]:

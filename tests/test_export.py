@@ -24,7 +24,7 @@ from fairseq_sharing.models.transformer_shared import SharedTransformerModel
 from fairseq_sharing.tools import benchmark
 from fairseq_sharing.tools.hf_albert import find_groups, order_of_groups
 from fairseq_sharing.tools.main import main
-from fairseq_sharing.tools.show import filler_dictionary
+from fairseq_sharing.tools.model import filler_dictionary
 from fairseq_sharing.tools.trained import load_trained
 
 REV = "transformer_shared_cycle_rev"

@@ -239,7 +239,7 @@ def test_every_family_refuses_them(arch, flags, sentence):
 
 def test_fp16_needs_a_gpu():
     for flag, other in (("--fp16", "--bf16"), ("--memory-efficient-fp16", "--memory-efficient-bf16")):
-        with pytest.raises(ValueError, match=f"{flag} needs a GPU, and this would train on the CPU: use {other}$"):
+        with pytest.raises(ValueError, match=f"{flag} needs a GPU and cannot be combined with --cpu: use {other}$"):
             parse(CYCLE, flag, "--cpu", "--encoder-sharing", "none")
 
 
@@ -247,7 +247,7 @@ def test_what_a_checkpoint_was_trained_with_does_not_matter_when_it_is_loaded():
     """The architecture is called again with the arguments of the training, here a GPU's."""
     args = parse(CYCLE)
     loaded = argparse.Namespace(**vars(args), _name=CYCLE)
-    loaded.fp16, loaded.ddp_backend = True, "slowmo"
+    loaded.cpu, loaded.fp16, loaded.ddp_backend = True, True, "slowmo"
     resolve_sharing(loaded, "encoder", "cycle", 6)
     del loaded._name
     with pytest.raises(ValueError, match="--fp16 needs a GPU"):

@@ -13,8 +13,6 @@ import re
 import statistics
 from pathlib import Path
 
-from .files import check_output, write_atomically
-
 HELP = "draw the gradient norm of each layer, from a log with --log-layer-gradient-norms"
 
 SIMPLE = re.compile(r"\bgnorm_(\w+)_(\d+)=([-+.\deE]+)")
@@ -116,6 +114,8 @@ def run(args) -> int:
     Raises:
         ValueError: the log cannot be read or holds no norms, or the picture cannot be written.
     """
+    from .files import check_output, write_atomically
+
     format = args.out.suffix.lower().lstrip(".")
     if format not in ("png", "svg"):
         raise ValueError(f"--out {args.out} must end in .png or .svg")
