@@ -35,7 +35,10 @@ def hypotheses(output: str) -> list[str]:
     return [text for _, text in sorted((int(number), text) for number, text in found)]
 
 
-@pytest.mark.parametrize("preset", PICTURES)
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("sequence", "cycle") else []) for name in PICTURES],
+)
 def test_train_resume_average_generate_score(data, tmp_path, preset):
     save_dir = tmp_path / "checkpoints"
     arch = f"transformer_shared_{preset}"

@@ -197,7 +197,10 @@ DECODE = {
 
 
 # tests/test_end_to_end.py reads a translation model of fairseq-train by every command.
-RUNS = [*(("hydra", name) for name in FAMILIES), *(("cli", name) for name in FAMILIES if name != "translation")]
+RUNS = [
+    *(("hydra", name) for name in FAMILIES),
+    *(pytest.param("cli", name, marks=pytest.mark.slow) for name in FAMILIES if name != "translation"),
+]
 
 
 @pytest.mark.parametrize(("how", "name"), RUNS)

@@ -205,10 +205,10 @@ def test_stopped_preparation_leaves_nothing(corpus, tmp_path):
 @pytest.mark.parametrize("python", ["raises it", "swallows it", "makes it another error"])
 def test_a_stop_is_heeded_whatever_python_makes_of_it(corpus, tmp_path, monkeypatch, python):
     module = load_script()
-    real = module.binarise
+    real = module.train_sentencepiece
 
-    def binarise(*args):
-        real(*args)
+    def train_sentencepiece(*args):
+        model = real(*args)
         try:
             module.stop()
         except SystemExit:
@@ -216,8 +216,9 @@ def test_a_stop_is_heeded_whatever_python_makes_of_it(corpus, tmp_path, monkeypa
                 raise
             if python == "makes it another error":
                 raise ImportError("from an extension") from None
+        return model
 
-    monkeypatch.setattr(module, "binarise", binarise)
+    monkeypatch.setattr(module, "train_sentencepiece", train_sentencepiece)
     try:
         status = module.main([str(word) for word in flags(corpus, tmp_path / "out")])
     except SystemExit as stopped:
