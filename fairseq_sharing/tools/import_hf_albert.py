@@ -129,7 +129,9 @@ def build_arguments(config: dict, symbols: list[str]) -> Namespace:
     if not config["tie_word_embeddings"]:
         words.append("--untie-weights-roberta")
     task = ["--task", "masked_lm", "--criterion", "masked_lm", "--arch", "albert_encoder"]
-    return options.parse_args_and_arch(options.get_training_parser(), [".", *task, *words])
+    args = options.parse_args_and_arch(options.get_training_parser(), ["", *task, *words])  # no data to look at
+    args.data, args._name = ".", "albert_encoder"  # as in a checkpoint, whose data may be elsewhere
+    return args
 
 
 def build_model(args, config: dict, theirs: dict, symbols: list[str], places: list[int]):
