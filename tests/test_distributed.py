@@ -1,8 +1,10 @@
 """Several processes: two with gloo on the CPU train as one does with twice the batches per update, in every family."""
 
+import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from conftest import REPOSITORY
 from training import check_gpu, configure
 
 FAMILIES = list(check_gpu.FAMILIES)
+# The environment's commands come first on PATH, whether it is activated or not.
+ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 STACKS = {"translation": ("encoder", "decoder"), "language_modeling": ("decoder",), "masked_lm": ("encoder",)}
 
 
@@ -95,7 +99,7 @@ def test_the_example_starts_two_processes(tiny):
     save = tiny.checkpoint("language_modeling", "example").parent
     command = [*check_gpu.train_command("language_modeling", tiny.folder, save)[1:], "--ddp-backend", "legacy_ddp"]
     script = ["bash", REPOSITORY / "examples" / "distributed.sh", "cpu", 2, *command]
-    done = subprocess.run([str(word) for word in script], capture_output=True, text=True)
+    done = subprocess.run([str(word) for word in script], capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = check_gpu.largest_difference(
         tiny.checkpoint("language_modeling", "example"), tiny.checkpoint("language_modeling", "legacy_ddp")
@@ -105,9 +109,11 @@ def test_the_example_starts_two_processes(tiny):
 
 def test_the_example_fails_when_a_process_does():
     script = REPOSITORY / "examples" / "distributed.sh"
-    done = subprocess.run(["bash", script, "cpu", "2", "no-such-folder"], capture_output=True, text=True)
-    assert done.returncode != 0
-    done = subprocess.run(["bash", script, "cpus", "2"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", script, "cpu", "2", "no-such-folder"], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert done.returncode not in (0, 127) and "no-such-folder" in done.stdout + done.stderr
+    done = subprocess.run(["bash", script, "cpus", "2"], capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 2 and "distributed.sh cpu PROCESSES" in done.stderr
 
 
