@@ -653,10 +653,13 @@ def test_pretrain_resume_finetune_and_use(text, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "set   0 0 1 1" in shown and f"V={symbols}" in shown and f"{expected:,}" in shown
     assert "classification" not in shown
+    before = {re.split("  +", line)[0]: line.split()[-3:-1] for line in shown.splitlines()}
     assert main(["show", "--path", str(tmp_path / "tuned" / "checkpoint_last.pt")]) == 0
     rows = {re.split("  +", line)[0]: line.split()[-3:] for line in capsys.readouterr().out.splitlines()}
     head = (64 * 64 + 64) + (64 * 2 + 2)  # dense H -> H, then H -> two classes
     assert rows["total"][0] == f"{expected + head:,}"
+    numbers = [[int(number.replace(",", "")) for number in row["head"][:2]] for row in (before, rows)]
+    assert [after - number for number, after in zip(*numbers, strict=True)] == [head, head]
 
     with pytest.raises(ValueError, match=r"encoder.sentence_encoder.layers were saved shared as 0 0 1 1"):
         load_model_ensemble_and_task(

@@ -104,6 +104,7 @@ def test_tensorboard_tells_what_the_log_tells(data, tmp_path):
     assert all(each.in_bits for each in events)
     minutes = [each.minutes for each in events]
     assert minutes == pytest.approx([each.minutes for each in read], abs=2 / 60)  # the log has whole seconds
+    assert minutes == sorted(minutes)
     out = tmp_path / "curve.svg"
     assert main(["curves", str(tmp_path / "tb"), str(tmp_path / "log"), "--out", str(out)]) == 0
     assert "</svg>" in out.read_text("utf-8")

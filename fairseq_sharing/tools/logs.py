@@ -60,7 +60,7 @@ class Clock:
             if self.stamp is None and self.wall is not None and wall < self.wall:
                 self.before = self.known[max(update for update in self.known if update < updates)]
             self.wall = wall
-            if self.stamp:
+            if self.stamp and self.start is None:  # once: fairseq rounds its clock, and time must not run backwards
                 self.start = self.stamp - timedelta(seconds=wall)
         seconds = self.seconds()
         if seconds is not None:
