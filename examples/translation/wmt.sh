@@ -131,15 +131,15 @@ texts=("${tests[@]%%/*}")
 begin PAIR VOCAB MAX_PIECES MAX_RATIO VALID TESTS
 export SACREBLEU=$data/sacrebleu # where sacrebleu keeps test sets
 if [ -n "$smoke" ]; then
-    MIRROR=file://$(cd "$WORK" 2>/dev/null && pwd)/archives CHECKSUMS=$WORK/archives/SHA256SUMS
-    clear_unless_done imitate "$WORK/archives"
+    MIRROR=file://$(cd "$WORK" 2>/dev/null && pwd)/imitation CHECKSUMS=$WORK/imitation/SHA256SUMS
+    clear_unless_done imitate "$WORK/imitation"
     SHOW='rror:' step imitate "${wmt[@]}" imitate --pair "$PAIR" --test-sets "${sets[@]}" \
-        --data "$here/data" --out "$WORK/archives"
+        --data "$here/data" --out "$WORK/imitation"
 fi
 SHOW='bytes|already|rror:' step download "${wmt[@]}" download --pair "$PAIR" --test-sets "${sets[@]}" \
-    --out "$data/archives" ${MIRROR:+--mirror "$MIRROR"} ${CHECKSUMS:+--checksums "$CHECKSUMS"}
+    --out "$WORK/archives" ${MIRROR:+--mirror "$MIRROR"} ${CHECKSUMS:+--checksums "$CHECKSUMS"}
 clear_unless_done text "$data/text"
-SHOW='pairs|rror:' step text "${wmt[@]}" text --pair "$PAIR" --test-sets "${sets[@]}" --archives "$data/archives" \
+SHOW='pairs|rror:' step text "${wmt[@]}" text --pair "$PAIR" --test-sets "${sets[@]}" --archives "$WORK/archives" \
     --sacrebleu "$SACREBLEU" --out "$data/text"
 clear_unless_done vocabulary "$data/vocabulary"
 SHOW='pieces|rror:' step vocabulary "${wmt[@]}" vocabulary --text "$data/text" --size "$VOCAB" --workers "$WORKERS" \
