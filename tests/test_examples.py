@@ -102,8 +102,11 @@ def environment(**changes) -> dict[str, str]:
 
 def test_wmt_smoke_runs_every_step_once(tmp_path):
     values = environment(WORK=str(tmp_path / "wmt"))
+    nowhere = tmp_path.as_uri() + "/nowhere"
+    failed = subprocess.run([WMT, "--smoke"], env={**values, "MIRROR": nowhere}, capture_output=True, text=True)
+    assert failed.returncode == 2 and f"error: cannot download {nowhere}/wmt13/training-parallel-" in failed.stderr
     first = subprocess.run([WMT, "--smoke"], env=values, capture_output=True, text=True)
-    assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
+    assert first.returncode == 0 and first.stdout.count("already done") == 1, first.stdout[-3000:] + first.stderr[-3000:]
     steps = re.findall(r"^== (\S+)$", first.stdout, re.MULTILINE)
     assert steps == [
         *("imitate", "download", "text", "vocabulary", "pieces", "binarise"),

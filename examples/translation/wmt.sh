@@ -131,7 +131,8 @@ texts=("${tests[@]%%/*}")
 begin PAIR VOCAB MAX_PIECES MAX_RATIO VALID TESTS
 export SACREBLEU=$data/sacrebleu # where sacrebleu keeps test sets
 if [ -n "$smoke" ]; then
-    MIRROR=file://$(cd "$WORK" 2>/dev/null && pwd)/imitation CHECKSUMS=$WORK/imitation/SHA256SUMS
+    MIRROR=${MIRROR:-file://$(cd "$WORK" 2>/dev/null && pwd)/imitation}
+    CHECKSUMS=${CHECKSUMS:-$WORK/imitation/SHA256SUMS}
     clear_unless_done imitate "$WORK/imitation"
     SHOW='rror:' step imitate "${wmt[@]}" imitate --pair "$PAIR" --test-sets "${sets[@]}" \
         --data "$here/data" --out "$WORK/imitation"
