@@ -85,6 +85,44 @@ def test_stop_resume_finish_and_repeat(example, tmp_path):
     assert refused.returncode == 2 and "is a folder with other contents" in refused.stderr
 
 
+# --- deep Post-LN with and without Admin
+
+
+def test_deep_table_is_that_of_the_shipped_logs(tmp_path):
+    folder = REPOSITORY / "examples" / "translation"
+    logs = sorted((folder / "deep").glob("*.log.xz"))
+    command = [sys.executable, folder / "deep.py", *logs]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert table.count("\n") > 8 and table in (folder / "README.md").read_text("utf-8")
+    (tmp_path / "a.log").write_text("")
+    refused = subprocess.run([*command, tmp_path / "a.log"], capture_output=True, text=True)
+    assert refused.returncode == 2 and "is not named as deep.sh names its logs" in refused.stderr
+
+
+@pytest.mark.slow
+def test_deep_trains_every_system_and_tabulates_them(tmp_path):
+    for split in ("train", "valid", "test"):
+        for language in ("en", "de"):
+            with lzma.open(tmp_path / f"{split}.{language}.xz", "wt", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in read_corpus(split, language)[:300]))
+    run = tmp_path / "run"
+    sizes = {"EMBED": "16", "FFN": "32", "VOCAB": "300", "UPDATES": "4", "WARMUP": "2", "VALIDATE": "2"}
+    values = environment(**sizes, LOG_INTERVAL="2", LAYERS="6", UNIQUE="3", DATA=str(tmp_path), RUN=str(run))
+    done = call(WMT.with_name("deep.sh"), values)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    logs = sorted(run.glob("*.log.xz"))
+    assert [log.name.partition("-layers")[0] for log in logs] == ["admin", "admin-static", "none", "pre-ln"]
+    assert all(str(tmp_path).encode() not in lzma.decompress(log.read_bytes()) for log in logs)  # they are published
+    command = [sys.executable, WMT.with_name("deep.py"), *logs, "--out", tmp_path / "deep.png"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert [line.split("|")[3].strip() for line in table.splitlines()[2:]] == [
+        *("Post-LN", "Post-LN, admin", "Post-LN, admin-static", "Pre-LN")
+    ]
+    assert (tmp_path / "deep.png").stat().st_size > 5000
+    again = call(WMT.with_name("deep.sh"), values)
+    assert again.returncode == 0 and again.stdout.count("already done") == 5
+
+
 # --- the recipe of the WMT experiments
 
 
@@ -106,7 +144,9 @@ def test_wmt_smoke_runs_every_step_once(tmp_path):
     failed = subprocess.run([WMT, "--smoke"], env={**values, "MIRROR": nowhere}, capture_output=True, text=True)
     assert failed.returncode == 2 and f"error: cannot download {nowhere}/wmt13/training-parallel-" in failed.stderr
     first = subprocess.run([WMT, "--smoke"], env=values, capture_output=True, text=True)
-    assert first.returncode == 0 and first.stdout.count("already done") == 1, first.stdout[-3000:] + first.stderr[-3000:]
+    assert first.returncode == 0 and first.stdout.count("already done") == 1, (
+        first.stdout[-3000:] + first.stderr[-3000:]
+    )
     steps = re.findall(r"^== (\S+)$", first.stdout, re.MULTILINE)
     assert steps == [
         *("imitate", "download", "text", "vocabulary", "pieces", "binarise"),

@@ -115,6 +115,7 @@ def draw(runs: list[Run], out: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     columns = sorted({(run.layers, run.lr) for run in runs})
     with pyplot.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
@@ -137,6 +138,9 @@ def draw(runs: list[Run], out: Path) -> None:
                     axis.plot(updates, values, color=color, linestyle=dashes, linewidth=1.4, label=label)
             above.set_title(f"{layers} + {layers} layers, lr {lr:g}", fontsize=9)
             below.set_yscale("log")
+            below.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            below.yaxis.set_minor_locator(NullLocator())
+            below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             below.set_xlabel("updates")
             below.set_xlim(left=0)
         axes[0][0].set_ylabel("training loss (bits per token)")
