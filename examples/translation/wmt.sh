@@ -86,6 +86,10 @@ NEEDS="fairseq sentencepiece sacrebleu"
 source "$here/../steps.sh"
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 SRC=${PAIR%-*} TGT=${PAIR#*-}
+for name in N M SEED VOCAB MAX_PIECES DISK WORKERS GPUS WARMUP UPDATES MAX_TOKENS BATCHES AVERAGE BEAM; do
+    [[ ${!name} =~ ^[0-9]+$ ]] || die "$name=${!name} must be a whole number"
+done
+case $RESIDUAL in none | admin | admin-static) ;; *) die "RESIDUAL=$RESIDUAL is none of none, admin, admin-static" ;; esac
 wmt=(python "$here/wmt.py")
 
 case $SYSTEM in
@@ -94,6 +98,7 @@ case $SYSTEM in
     admin) model=(--arch transformer_shared_sequence_wmt_en_de --encoder-sharing none --decoder-sharing none) ;;
     universal) model=(--arch transformer_shared_universal_wmt_en_de) ;; # M = 1, 1024/4096: about the size of the others
     sequence | cycle | cycle_rev)
+        [ "$M" -ge 1 ] && [ "$M" -le "$N" ] || die "M=$M must be between 1 and N=$N"
         model=(--arch "transformer_shared_${SYSTEM}_wmt_en_de" --encoder-unique-layers "$M" --decoder-unique-layers "$M")
         ;;
     *) die "SYSTEM=$SYSTEM is none of vanilla, admin, vanilla_big, universal, sequence, cycle, cycle_rev" ;;
