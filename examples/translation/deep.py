@@ -13,7 +13,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-NAME = re.compile(r"(?P<system>.+)-layers(?P<layers>\d+)-lr(?P<lr>[\d.e-]+)-seed(?P<seed>\d+)\.log(\.xz)?")
+NAME = re.compile(
+    r"(?P<system>.+)-layers(?P<layers>\d+)-lr(?P<lr>[\d.e-]+)-updates(?P<updates>\d+)-seed(?P<seed>\d+)\.log(\.xz)?"
+)
 RECORD = re.compile(r'\{"epoch": .*\}\s*$')
 # System -> what the table calls it, colour (Okabe and Ito's) and dashes.
 SYSTEMS = {
@@ -32,17 +34,21 @@ class Run:
         system: a key of SYSTEMS.
         layers: N of each stack.
         lr: the highest learning rate.
+        length: updates that were asked for.
         seed: of fairseq-train.
         training: (updates, loss, gradient norm) of each log interval; loss in bits per token, without smoothing.
         valid: (updates, loss) of each validation, in bits per token.
+        ends: gradient norms of the first and of the last decoder layer, at each log interval.
     """
 
     system: str
     layers: int
     lr: float
+    length: int
     seed: int
     training: list[tuple[int, float, float]] = field(default_factory=list)
     valid: list[tuple[int, float]] = field(default_factory=list)
+    ends: list[tuple[float, float]] = field(default_factory=list)
 
 
 def read_run(path: Path) -> Run:
@@ -54,58 +60,65 @@ def read_run(path: Path) -> Run:
     name = NAME.fullmatch(path.name)
     if not name or name["system"] not in SYSTEMS:
         raise ValueError(f"{path} is not named as deep.sh names its logs")
-    run = Run(name["system"], int(name["layers"]), float(name["lr"]), int(name["seed"]))
+    run = Run(name["system"], int(name["layers"]), float(name["lr"]), int(name["updates"]), int(name["seed"]))
     try:
         with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as file:
             lines = file.readlines()
     except (OSError, lzma.LZMAError, EOFError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    training, valid = {}, {}  # by updates: what was done again after a stop counts once
+    training, valid, ends = {}, {}, {}  # by updates: what was done again after a stop counts once
     for line in lines:
         record = RECORD.search(line)
         values = json.loads(record[0]) if record else {}
         if "gnorm" in values:
-            training[int(values["num_updates"])] = float(values["nll_loss"]), float(values["gnorm"])
+            updates = int(values["num_updates"])
+            training[updates] = float(values["nll_loss"]), float(values["gnorm"])
+            ends[updates] = tuple(float(values[f"gnorm_decoder_{layer}"]) for layer in (0, run.layers - 1))
         elif "valid_nll_loss" in values:
             valid[int(values["valid_num_updates"])] = float(values["valid_nll_loss"])
-    if not valid:
-        raise ValueError(f"{path} has no validation")
+    if max(valid, default=0) != run.length:
+        raise ValueError(f"{path} does not reach the end of its training, {run.length} updates")
     run.training = [(updates, *values) for updates, values in sorted(training.items())]
     run.valid = sorted(valid.items())
+    run.ends = list(ends.values())
     return run
 
 
 def format_table(runs: list[Run]) -> str:
-    """Return the end of each training as Markdown: mean and range over seeds."""
+    """Return the end of each training, and its median gradient norms, as Markdown: mean and range over seeds."""
     groups = {}
-    for run in sorted(runs, key=lambda run: (run.layers, run.lr, list(SYSTEMS).index(run.system))):
-        groups.setdefault((run.layers, run.lr, run.system), []).append(run)
+    for run in sorted(runs, key=lambda run: (run.layers, run.lr, run.length, list(SYSTEMS).index(run.system))):
+        groups.setdefault((run.layers, run.lr, run.length, run.system), []).append(run)
     lines = [
         "| layers | learning rate | system | seeds | updates | training loss | validation loss | perplexity "
-        "| gradient norm: median | highest |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| gradient norm | of the first decoder layer | of the last |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for (layers, lr, system), group in groups.items():
+    for (layers, lr, length, system), group in groups.items():
         valid = [run.valid[-1][1] for run in group]
-        norms = [[norm for _, _, norm in run.training] for run in group]
+        first, last = ([statistics.median(norms[end] for norms in run.ends) for run in group] for end in (0, 1))
         cells = [
             f"{layers} + {layers}",
             f"{lr:g}",
             SYSTEMS[system][0],
             str(len(group)),
-            ", ".join(sorted({str(run.valid[-1][0]) for run in group})),
+            f"{length:,}",
             spread([run.training[-1][1] for run in group]),
             spread(valid),
             spread([2**loss for loss in valid], 0),
-            spread([statistics.median(values) for values in norms]),
-            spread([max(values) for values in norms]),
+            spread([statistics.median(norm for _, _, norm in run.training) for run in group]),
+            spread(first, 4),
+            spread(last, 4),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def spread(values: list[float], digits: int = 2) -> str:
+    """Return the mean and, of several, the range; what the log rounds to nothing is below its last digit."""
     mean = f"{statistics.fmean(values):.{digits}f}"
+    if not any(values):
+        return f"< {10**-digits:.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
@@ -117,7 +130,7 @@ def draw(runs: list[Run], out: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    columns = sorted({(run.layers, run.lr) for run in runs})
+    columns = sorted({(run.layers, run.lr, run.length) for run in runs})
     with pyplot.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = pyplot.subplots(
             2,
@@ -128,9 +141,9 @@ def draw(runs: list[Run], out: Path) -> None:
             sharey="row",
             squeeze=False,
         )
-        for (above, below), (layers, lr) in zip(axes.T, columns, strict=True):
+        for (above, below), (layers, lr, length) in zip(axes.T, columns, strict=True):
             for run in runs:
-                if (run.layers, run.lr) != (layers, lr):
+                if (run.layers, run.lr, run.length) != (layers, lr, length):
                     continue
                 label, color, dashes = SYSTEMS[run.system]
                 updates, losses, norms = zip(*run.training, strict=True)
@@ -156,7 +169,9 @@ def draw(runs: list[Run], out: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="SYSTEM-layersN-lrLR-seedS.log, or .log.xz")
+    parser.add_argument(
+        "logs", nargs="+", type=Path, metavar="LOG", help="SYSTEM-layersN-lrLR-updatesU-seedS.log, or .log.xz"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="picture to write; without it, only the table")
     args = parser.parse_args()
     try:
