@@ -135,7 +135,7 @@ def draw(runs: list[Run], out: Path) -> None:
         figure, axes = pyplot.subplots(
             2,
             len(columns),
-            figsize=(1 + 2.6 * len(columns), 5),
+            figsize=(1 + 2.3 * len(columns), 5),
             layout="constrained",
             sharex=True,
             sharey="row",
