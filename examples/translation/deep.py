@@ -115,11 +115,13 @@ def format_table(runs: list[Run]) -> str:
 
 
 def spread(values: list[float], digits: int = 2) -> str:
-    """Return the mean and, of several, the range; what the log rounds to nothing is below its last digit."""
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    if not any(values):
-        return f"< {10**-digits:.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    """Return the mean and, of several, the range; what rounds to nothing is said to be below the last digit."""
+
+    def show(value: float) -> str:
+        return f"{value:.{digits}f}" if round(value, digits) else f"< {10**-digits:.{digits}f}"
+
+    mean = show(statistics.fmean(values))
+    return mean if len(values) == 1 else f"{mean} ({show(min(values))} to {show(max(values))})"
 
 
 def draw(runs: list[Run], out: Path) -> None:
@@ -137,7 +139,7 @@ def draw(runs: list[Run], out: Path) -> None:
             len(columns),
             figsize=(1 + 2.3 * len(columns), 5),
             layout="constrained",
-            sharex=True,
+            sharex="col",
             sharey="row",
             squeeze=False,
         )
@@ -149,7 +151,7 @@ def draw(runs: list[Run], out: Path) -> None:
                 updates, losses, norms = zip(*run.training, strict=True)
                 for axis, values in ((above, losses), (below, norms)):
                     axis.plot(updates, values, color=color, linestyle=dashes, linewidth=1.4, label=label)
-            above.set_title(f"{layers} + {layers} layers, lr {lr:g}", fontsize=9)
+            above.set_title(f"{layers} + {layers} layers, lr {lr:g},\n{length:,} updates", fontsize=9)
             below.set_yscale("log")
             below.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             below.yaxis.set_minor_locator(NullLocator())
