@@ -558,6 +558,21 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(name, interrupted):
 
 
 @EVERY_FAMILY
+@pytest.mark.parametrize("renewed", [False, True])
+def test_a_seed_that_grows_with_the_epoch_is_resumed(name, renewed, folders, tmp_path):
+    """--update-ordered-indices-seed, with batches that are kept for all epochs and with new ones in each."""
+    flags = ["--update-ordered-indices-seed", *(["--update-epoch-batch-itr", "True"] if renewed else [])]
+    flags += [*FAMILIES[name].sets(2), "--disable-validation"]
+    for kind, stops in (("one run", [9]), ("two runs", [6, 9])):
+        for stop in stops:
+            run_train(configure(FAMILIES[name], folders[name], tmp_path / kind, *flags, "--max-update", stop))
+    whole, resumed = (load_whole(tmp_path / kind / "checkpoint_last.pt") for kind in ("one run", "two runs"))
+    assert whole["extra_state"]["train_iterator"]["epoch"] > 2
+    for part in ("model", "last_optimizer_state"):
+        assert_same(whole[part], resumed[part], part)
+
+
+@EVERY_FAMILY
 def test_the_moving_average_is_that_of_unique_parameters(name, interrupted):
     """Against a loop over the saved models, bit for bit, also after resuming; each tensor is in the file once."""
     decay, every, start, _ = list(AVERAGE.values())[name == "translation"]
