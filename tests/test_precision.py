@@ -77,6 +77,18 @@ def test_fp16_optimizers_hold_unique_parameters(tiny, family, kind, monkeypatch)
     assert all(state["exp_avg"].dtype == torch.float32 for state in states.values())
 
 
+@pytest.mark.parametrize("flag", ["--fp16", "--memory-efficient-fp16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp16_without_a_gpu_is_refused_when_training(tiny, family, flag, monkeypatch):
+    """Before --save-dir is made; as a flag that a model is only looked at with, it passes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = [word for word in command(tiny, family, flag, name=f"refused {flag}") if word != "--cpu"]
+    assert build(words)
+    with pytest.raises(ValueError, match=f"^{flag} needs a GPU, and torch sees none on this machine: use --.*bf16$"):
+        train_here(words)
+    assert not tiny.checkpoint(family, f"refused {flag}").parent.exists()
+
+
 def test_bf16_is_for_tpus_only_where_there_is_torch_xla(monkeypatch):
     assert parse("transformer_shared_cycle", "--bf16").tpu is False
     assert parse("transformer_shared_cycle", "--tpu").tpu is True
