@@ -363,8 +363,8 @@ def tell_task_about_seed(get_train_iterator):
 def forget_masks_of_the_last_epoch(set_epoch):
     """Empty the caches of masked sentences when an epoch begins.
 
-    Upstream keeps the last few by their numbers, whatever the epoch: what ends one epoch and begins the next is masked as
-    before. So the masks depend on the batches, and a resumed run, whose cache is empty, sees others.
+    Upstream keeps the last few by their numbers, whatever the epoch: what ends one epoch and begins the next is masked
+    as before. So masks depend on the batches, and a resumed run, whose cache is empty, sees others.
     """
 
     @functools.wraps(set_epoch)
