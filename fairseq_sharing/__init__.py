@@ -35,3 +35,6 @@ if importlib.util.find_spec("fairseq") is not None:
     upstream.apply()
     upstream.LOADING_CHECKS.append(checkpoint.refuse_into_stock_model)
     from . import models  # noqa: F401
+    from .shared_model import check_training_run
+
+    upstream.TRAINING_CHECKS.append(check_training_run)

@@ -11,6 +11,7 @@ from argparse import Namespace
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Optional
 
+import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from omegaconf import DictConfig, OmegaConf
@@ -326,12 +327,37 @@ def check_training(args, stack: str) -> None:
             )
 
 
-def check_precision(args) -> None:
-    """Refuse fp16 with --cpu, whatever is shared: fairseq's optimizer and its trainer, at an overflow, need a GPU."""
+def check_precision(args, training: bool = False) -> None:
+    """Refuse fp16 without a GPU, whatever is shared: fairseq's optimizer and its trainer, at an overflow, need one.
+
+    Args:
+        args: settings ``fp16``, ``memory_efficient_fp16``, ``cpu`` and ``tpu``.
+        training: whether this machine shall train now; otherwise only the flags are held against each other.
+
+    Raises:
+        ValueError: with the precision to use instead.
+    """
     for name in ("memory_efficient_fp16", "fp16"):  # the first implies the second
-        if getattr(args, name, False) and getattr(args, "cpu", False):
-            flag = f"--{name.replace('_', '-')}"
+        if not getattr(args, name, False):
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if getattr(args, "cpu", False):
             refuse(f"{flag} needs a GPU and cannot be combined with --cpu: use {flag.replace('fp16', 'bf16')}")
+        if training and not torch.cuda.is_available() and not getattr(args, "tpu", False):
+            refuse(f"{flag} needs a GPU, and torch sees none on this machine: use {flag.replace('fp16', 'bf16')}")
+
+
+def whole_configuration(cfg) -> DictConfig:
+    """Return what a command line would show an architecture of fairseq's configuration, in one level.
+
+    Args:
+        cfg: fairseq's configuration; its ``model`` came from YAML or from a dataclass.
+    """
+    whole = OmegaConf.create({}, flags={"allow_objects": True})
+    for part in (cfg.common, cfg.distributed_training, cfg.optimization, cfg.model):
+        whole.update(OmegaConf.to_container(part, resolve=True, enum_to_str=True))
+    whole.pop("_name")  # by which architectures know a model that is rebuilt
+    return whole
 
 
 def parse_parts(text: str | None) -> list[str]:

@@ -5,10 +5,12 @@ from typing import ClassVar
 
 from fairseq import utils
 from fairseq.logging import metrics
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from omegaconf import DictConfig
 
 from .checkpoint import check_before_loading, register_checkpoint_hooks
 from .gradients import measure_gradient_norms
-from .options import add_sharing_args, as_namespace, get_sharing
+from .options import add_sharing_args, as_namespace, check_precision, get_sharing, whole_configuration
 from .residual import list_scalings, measure_once, scale_residuals
 from .sharing import count_saved, share_layers, tie_names, tied_names
 
@@ -29,6 +31,15 @@ class SharedLayers:
         """Add fairseq's flags of this model, then those of sharing."""
         super().add_args(parser)
         add_sharing_args(parser, cls.STACKS)
+
+    @classmethod
+    def resolve_args(cls, name: str, args) -> None:
+        """Leave in the arguments what the architecture of that name makes of them.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        ARCH_CONFIG_REGISTRY[name](args)
 
     @classmethod
     def build_model(cls, args, task):
@@ -73,6 +84,21 @@ class SharedLayers:
         super()._apply(fn, recurse)
         tie_names(self, groups)
         return self
+
+
+def check_training_run(cfg) -> None:
+    """Refuse a training that cannot be right, seeing all of fairseq's configuration (see `upstream.TRAINING_CHECKS`).
+
+    fairseq-train shows all of it to the architecture while it parses; fairseq-hydra-train never does.
+
+    Raises:
+        ValueError: with the sentence that the command line would be answered with.
+    """
+    check_precision(cfg.common, training=True)
+    name = getattr(cfg.model, "_name", None)
+    model = ARCH_MODEL_REGISTRY.get(name, type)
+    if issubclass(model, SharedLayers) and isinstance(cfg.model, DictConfig):
+        model.resolve_args(name, whole_configuration(cfg))
 
 
 def log_gradient_norms(trainer, samples: list) -> None:

@@ -10,13 +10,15 @@ import importlib.util
 import logging
 import os
 import shutil
+import sys
 import types
 
 import numpy as np
 import torch
 from fairseq import checkpoint_utils, options, search, utils
-from fairseq.data import Dictionary, data_utils
+from fairseq.data import Dictionary, LRUCacheDataset, MaskTokensDataset, data_utils
 from fairseq.data.audio.speech_to_text_dataset import SpeechToTextDataset, SpeechToTextDatasetCreator
+from fairseq.dataclass import initialize
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import metrics
@@ -270,17 +272,34 @@ def restore_with_versions(restore):
     return wrapper
 
 
-def continue_averaging_in_step(load_checkpoint):
-    """Count on towards the next update of the moving average after resuming.
+def load_average_after_model(load_checkpoint):
+    """Load the moving average once the parameters are loaded, or start it from these, and count on towards its update.
 
-    Upstream counts from nought again: with --ema-update-freq a resumed run averages other updates.
+    Where a file has no average, upstream means to start from the file's parameters, which it has deleted: KeyError
+    'model'. It counts from nought after resuming: with --ema-update-freq a resumed run averages other updates.
     """
 
     @functools.wraps(load_checkpoint)
-    def wrapper(self, *args, **kwargs):
-        extra_state = load_checkpoint(self, *args, **kwargs)
-        if extra_state is not None and self.cfg.ema.store_ema:
-            self.ema.update_freq_counter = self.get_num_updates() % max(1, self.cfg.ema.ema_update_freq)
+    def wrapper(self, filename, *args, **kwargs):
+        settings = self.cfg.ema
+        if not settings.store_ema:
+            return load_checkpoint(self, filename, *args, **kwargs)
+        settings.store_ema = False
+        try:
+            extra_state = load_checkpoint(self, filename, *args, **kwargs)
+        finally:
+            settings.store_ema = True
+        if extra_state is None:
+            return None
+        self._ema = None  # the next look at it copies the model, or reads --ema-seed-model
+        if "ema" in extra_state:
+            self.ema.restore(extra_state["ema"])
+            if settings.ema_fp32:
+                self.ema.build_fp32_params(extra_state.get("ema_fp32_params"))
+        else:
+            start = settings.ema_seed_model or "the parameters just loaded"
+            logger.warning(f"{filename} holds no moving average: --store-ema starts one from {start}")
+        self.ema.update_freq_counter = self.get_num_updates() % max(1, settings.ema_update_freq)
         return extra_state
 
     return wrapper
@@ -319,10 +338,39 @@ def batch_as_in_the_first_epoch(get_batch_iterator):
         )
         if not kept or dataset in self.dataset_to_epoch_iter:
             return get_batch_iterator(self, dataset, *args, **kwargs)
-        iterator = get_batch_iterator(self, dataset, *args, **{**kwargs, "epoch": 1})
+        first = {"epoch": 1}
+        if getattr(self, "seed_counts_epochs", False):
+            first["seed"] = kwargs["seed"] - epoch + 1
+        iterator = get_batch_iterator(self, dataset, *args, **{**kwargs, **first})
         iterator.epoch = epoch
         dataset.set_epoch(epoch)
         return iterator
+
+    return wrapper
+
+
+def tell_task_about_seed(get_train_iterator):
+    """Tell the task whether its batches get a seed that grows with the epoch: --update-ordered-indices-seed."""
+
+    @functools.wraps(get_train_iterator)
+    def wrapper(self, *args, **kwargs):
+        self.task.seed_counts_epochs = self.cfg.dataset.update_ordered_indices_seed
+        return get_train_iterator(self, *args, **kwargs)
+
+    return wrapper
+
+
+def forget_masks_of_the_last_epoch(set_epoch):
+    """Empty the caches of masked sentences when an epoch begins.
+
+    Upstream keeps the last few by their numbers, whatever the epoch: what ends one epoch and begins the next is masked
+    as before. So masks depend on the batches, and a resumed run, whose cache is empty, sees others.
+    """
+
+    @functools.wraps(set_epoch)
+    def wrapper(self, *args, **kwargs):
+        LRUCacheDataset.__getitem__.cache_clear()
+        return set_epoch(self, *args, **kwargs)
 
     return wrapper
 
@@ -380,6 +428,25 @@ def check_before_loading(load_state_dict):
         for check in LOADING_CHECKS:
             check(self, state_dict)
         return load_state_dict(self, state_dict, *args, **kwargs)
+
+    return wrapper
+
+
+TRAINING_CHECKS = []  # functions of fairseq's whole configuration that raise when a training cannot be right
+
+
+def check_before_training(add_defaults):
+    """Let `TRAINING_CHECKS` see the whole configuration at the beginning of a training, before --save-dir is made.
+
+    fairseq-hydra-train imports the plugin when its configuration is complete, and upstream then shows task and model
+    their own parts only. The function that is wrapped is the first that gets all of it.
+    """
+
+    @functools.wraps(add_defaults)
+    def wrapper(cfg):
+        add_defaults(cfg)
+        for check in TRAINING_CHECKS:
+            check(cfg)
 
     return wrapper
 
@@ -577,10 +644,14 @@ def apply() -> None:
     replace(Trainer, "train_step", tell_model_about_update)
     replace(checkpoint_utils, "load_ema_from_checkpoint", keep_aliases_of_average)
     replace(FairseqTask, "get_batch_iterator", batch_as_in_the_first_epoch)
+    replace(Trainer, "get_train_iterator", tell_task_about_seed)
+    replace(MaskTokensDataset, "set_epoch", forget_masks_of_the_last_epoch)
     replace(SpeechToTextDataset, "__getitem__", augment_by_epoch_and_clip)
     replace(SpeechToTextDataset, "set_epoch", set_epoch_of_clips)
     replace(SpeechToTextDatasetCreator, "from_tsv", pass_seed_to_clips)
     replace(BaseFairseqModel, "load_state_dict", check_before_loading)
-    replace(Trainer, "load_checkpoint", lambda load: continue_averaging_in_step(tell_why_loading_failed(load)))
+    for module in (initialize, sys.modules.get("fairseq_cli.train"), sys.modules.get("__main__")):
+        replace(module, "add_defaults", check_before_training)  # a module that imported it has it under its own name
+    replace(Trainer, "load_checkpoint", lambda load: load_average_after_model(tell_why_loading_failed(load)))
     for task, check in DATA_CHECKS.values():
         replace(task, "setup_task", check_first(check))

@@ -26,6 +26,7 @@ from fairseq_sharing import upstream
 from fairseq_sharing.checkpoint import RECORD, decode_sharing, encode_sharing
 from fairseq_sharing.sharing import Sharing
 from fairseq_sharing.tools.files import load_checkpoint
+from fairseq_sharing.tools.main import main
 
 REV = ("transformer_shared_cycle_rev", *TINY, *FOUR_FROM_TWO)
 LM = ("transformer_lm_shared_cycle", *lm.TINY, "--decoder-unique-layers", "2")
@@ -557,6 +558,21 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(name, interrupted):
 
 
 @EVERY_FAMILY
+@pytest.mark.parametrize("renewed", [False, True])
+def test_a_seed_that_grows_with_the_epoch_is_resumed(name, renewed, folders, tmp_path):
+    """--update-ordered-indices-seed, with batches that are kept for all epochs and with new ones in each."""
+    flags = ["--update-ordered-indices-seed", *(["--update-epoch-batch-itr", "True"] if renewed else [])]
+    flags += [*FAMILIES[name].sets(2), "--disable-validation"]
+    for kind, stops in (("one run", [9]), ("two runs", [6, 9])):
+        for stop in stops:
+            run_train(configure(FAMILIES[name], folders[name], tmp_path / kind, *flags, "--max-update", stop))
+    whole, resumed = (load_whole(tmp_path / kind / "checkpoint_last.pt") for kind in ("one run", "two runs"))
+    assert whole["extra_state"]["train_iterator"]["epoch"] > 2
+    for part in ("model", "last_optimizer_state"):
+        assert_same(whole[part], resumed[part], part)
+
+
+@EVERY_FAMILY
 def test_the_moving_average_is_that_of_unique_parameters(name, interrupted):
     """Against a loop over the saved models, bit for bit, also after resuming; each tensor is in the file once."""
     decay, every, start, _ = list(AVERAGE.values())[name == "translation"]
@@ -602,6 +618,36 @@ def test_a_moving_average_seeds_another(name, folders, interrupted, tmp_path):
     for key, tensor in state["model"].items():
         if "version" not in key and not key.endswith("_float_tensor"):
             assert torch.equal(state["extra_state"]["ema"][key], (seed[key] * 0.75).add_(tensor, alpha=0.25)), key
+
+
+@EVERY_FAMILY
+@pytest.mark.parametrize("source", ["without an average", "averaged"])
+def test_a_moving_average_starts_from_what_was_loaded(name, source, folders, trained, interrupted, tmp_path, caplog):
+    """Where --store-ema comes after resuming, and from averaged checkpoints, which hold no moving average of theirs."""
+    path = trained[name, "shared"]
+    if source == "averaged":
+        path = tmp_path / "averaged.pt"
+        folder = interrupted[name, "one run"]
+        files = [str(each) for each in (folder / "checkpoint1.pt", folder / "checkpoint_last.pt")]
+        assert main(["average", "--inputs", *files, "--output", str(path)]) == 0
+        old = load_whole(files[0])
+        assert {key for key in old["extra_state"] if key.startswith("ema")}
+        kept = load_whole(path)["extra_state"]
+        assert_same(kept, {key: value for key, value in old["extra_state"].items() if not key.startswith("ema")})
+    before = load_whole(path)
+    done = 0 if source == "averaged" else count_updates(before)  # fairseq counts on with the optimizer's state only
+    average = ["--store-ema", "--ema-decay", 0.75, *(["--ema-fp32"] if source == "averaged" else [])]
+    rate = ["--lr-scheduler", "fixed", "--reset-lr-scheduler"]  # the other begins with an update at rate 0
+    flags = [*average, *rate, "--max-update", done + 1, "--restore-file", path]
+    run_train(configure(FAMILIES[name], folders[name], tmp_path / "save", *FAMILIES[name].sets(2), *flags))
+    assert f"{path} holds no moving average: --store-ema starts one from the parameters just loaded" in caplog.messages
+    after = load_whole(tmp_path / "save" / "checkpoint_last.pt")
+    assert count_updates(after) == done + 1
+    for key, tensor in after["model"].items():
+        if "version" not in key and not key.endswith("_float_tensor"):
+            expected = (before["model"][key] * 0.75).add_(tensor, alpha=0.25)
+            assert torch.equal(after["extra_state"]["ema"][key], expected), key
+    assert not torch.equal(before["model"][key], tensor)
 
 
 # --- earlier versions, and strangers ---

@@ -12,7 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import PLUGIN, REPOSITORY, read_corpus, run
+from fairseq.dataclass import initialize
+from fairseq.dataclass.configs import FairseqConfig
 from fairseq.models import ARCH_MODEL_REGISTRY
+from omegaconf import OmegaConf
 
 from fairseq_sharing.tools.main import main
 
@@ -241,6 +244,92 @@ def test_the_small_encoder_of_the_example_trains(sources, tmp_path):
     small = SimpleNamespace(config="albert_small", sizes=FAMILIES["masked_lm"].sizes, settings=settings)
     output = train("hydra", "masked_lm", sources["masked_lm"], tmp_path, small)
     assert "encoder: 3 layers from 1 parameter set (sequence): 0 0 0;" in output
+
+
+# --- ways to train that are refused ---
+
+TWO = {"distributed_training.distributed_world_size": 2}
+WAYS = {  # settings, and the sentence; {} stands for the stack and its picture, … for what is left out
+    "fully_sharded": (
+        {"distributed_training.ddp_backend": "fully_sharded"},
+        "--ddp-backend fully_sharded wraps each layer by itself and cannot share parameters across layers ({}): "
+        "use --ddp-backend legacy_ddp",
+    ),
+    "slowmo": ({"distributed_training.ddp_backend": "slowmo"}, "--ddp-backend slowmo has never been tried with … {}"),
+    "checkpoint": (
+        {"model.checkpoint_activations": True, "distributed_training.ddp_backend": "pytorch_ddp", **TWO},
+        "--ddp-backend pytorch_ddp stops with 'marked ready twice' when 2 processes train … with "
+        "--checkpoint-activations: use --ddp-backend legacy_ddp",
+    ),
+    "layerdrop": (
+        {"model.decoder_layerdrop": 0.1, "distributed_training.ddp_backend": "c10d", **TWO},
+        "--decoder-layerdrop 0.1 brings about: use --ddp-backend legacy_ddp, or add --find-unused-parameters",
+    ),
+    "pipeline": ({"distributed_training.pipeline_model_parallel": True}, "--pipeline-model-parallel puts layers on"),
+    "megatron": ({"common.model_parallel_size": 2}, "--model-parallel-size 2 needs Megatron's layers"),
+    "fp16": ({"common.fp16": True, "common.cpu": False}, "--fp16 needs a GPU, and torch sees none on this machine"),
+    "fp16 --cpu": ({"common.fp16": True}, "--fp16 needs a GPU and cannot be combined with --cpu: use --bf16"),
+    "quantization": ({"common.quantization_config_path": "q.yaml"}, "--quantization-config-path q.yaml would quant"),
+}
+EVERYWHERE = [way for way in WAYS if way not in ("checkpoint", "layerdrop")]
+CASES = [(name, way) for name in FAMILIES for way in EVERYWHERE]
+CASES += [(name, way) for name in ("translation", "language_modeling") for way in ("checkpoint", "layerdrop")]
+
+
+def compose(name: str, **settings):
+    """Return the whole configuration that fairseq-hydra-train makes of a shipped YAML and these settings."""
+    path = REPOSITORY / "examples" / name / "config" / f"{FAMILIES[name].config}.yaml"
+    cfg = OmegaConf.merge(OmegaConf.structured(FairseqConfig), OmegaConf.load(path))
+    for key, value in {"common.user_dir": str(PLUGIN), "task.data": "none", "common.cpu": True, **settings}.items():
+        OmegaConf.update(cfg, key, value, force_add=True)
+    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_a_way_to_train_that_cannot_be_right_is_refused(name, way, monkeypatch):
+    """In every family, with the command line's sentences, as soon as fairseq shows the whole configuration."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    initialize.add_defaults(compose(name, **{"common.fp16": False}))
+    settings, sentence = WAYS[way]
+    stack = next(iter(ARCH_MODEL_REGISTRY[FAMILIES[name].flags[1]].STACKS))
+    with pytest.raises(ValueError, match="--") as caught:
+        initialize.add_defaults(compose(name, **{"common.fp16": False, **settings}))
+    for part in sentence.split(" … "):
+        assert part.format(f"{stack}: {FAMILIES[name].picture}") in str(caught.value)
+
+
+def test_what_is_allowed_on_a_gpu_or_without_sharing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    initialize.add_defaults(compose("translation", **{"common.fp16": True, "common.cpu": False}))
+    unshared = {
+        f"model.{stack}_{key}": value
+        for stack in ("encoder", "decoder")
+        for key, value in (("sharing", "none"), ("unique_layers", None))
+    }
+    settings, _ = WAYS["slowmo"]
+    listed = {"model.decoder_assignment": ",".join("012345" * 2), "model.decoder_sharing": None}
+    initialize.add_defaults(compose("language_modeling", **{"common.fp16": False}, **listed))
+    initialize.add_defaults(compose("translation", **{"common.fp16": False}, **settings, **unshared))
+
+
+@pytest.mark.parametrize(("name", "way"), [("speech_to_text", "fully_sharded"), ("language_modeling", "fp16")])
+def test_a_refused_training_leaves_nothing(name, way, tmp_path):
+    """The command itself, with a shipped YAML: the sentence comes last, and before --save-dir is made."""
+    if way == "fp16" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    settings = {"common.fp16": False, "common.cpu": True, **WAYS[way][0]}
+    output = run(
+        [
+            *("fairseq-hydra-train", "--config-dir", REPOSITORY / "examples" / name / "config"),
+            *("--config-name", FAMILIES[name].config, f"task.data={tmp_path}", f"hydra.run.dir={tmp_path}/hydra"),
+            *(f"{key}={str(value).lower()}" for key, value in settings.items()),
+            f"checkpoint.save_dir={tmp_path}/save",
+        ],
+        cwd=REPOSITORY,
+        check=False,
+    )
+    assert f"ValueError: {WAYS[way][1].partition('{')[0]}" in output
+    assert not (tmp_path / "save").exists()
 
 
 def test_every_shipped_configuration_is_trained_here():

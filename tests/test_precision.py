@@ -10,6 +10,7 @@ from conftest import parse
 from test_sharing import PART_SETS
 from training import build, builder, check_gpu, train_here
 
+from fairseq_sharing import upstream
 from fairseq_sharing.sharing import tied_names
 
 FAMILIES = list(check_gpu.FAMILIES)
@@ -62,6 +63,7 @@ def test_fp16_optimizers_hold_unique_parameters(tiny, family, kind, monkeypatch)
     """The trainer in half precision, without the check that refuses it on the CPU."""
     # The index of the GPU is the key of the flat copies; on the CPU it is None, as a parameter's device.index is there.
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(upstream, "TRAINING_CHECKS", [])
     # Half precision on the CPU stores 1 / sqrt(1e-12) of a row of padding as infinity; a GPU stores it in fp32.
     epsilon = ["--layernorm-eps", 1e-5] if family == "masked_lm" else []
     reference = train_here(command(tiny, family, *epsilon, name=f"fp32 for {kind}"))
@@ -73,6 +75,18 @@ def test_fp16_optimizers_hold_unique_parameters(tiny, family, kind, monkeypatch)
     states = saved(tiny, family, kind)["last_optimizer_state"]["state"]
     assert len(states) == 1 if kind == "flat" else len(states) > 10
     assert all(state["exp_avg"].dtype == torch.float32 for state in states.values())
+
+
+@pytest.mark.parametrize("flag", ["--fp16", "--memory-efficient-fp16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp16_without_a_gpu_is_refused_when_training(tiny, family, flag, monkeypatch):
+    """Before --save-dir is made; as a flag that a model is only looked at with, it passes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = [word for word in command(tiny, family, flag, name=f"refused {flag}") if word != "--cpu"]
+    assert build(words)
+    with pytest.raises(ValueError, match=f"^{flag} needs a GPU, and torch sees none on this machine: use --.*bf16$"):
+        train_here(words)
+    assert not tiny.checkpoint(family, f"refused {flag}").parent.exists()
 
 
 def test_bf16_is_for_tpus_only_where_there_is_torch_xla(monkeypatch):
@@ -100,6 +114,9 @@ def alike(tiny):
     return len(rows)
 
 
+UPDATES = 4
+
+
 @pytest.mark.parametrize("flags", [[], ["--sentence-avg"]], ids=["by token", "by sentence"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_batches_per_update_are_one_of_four_times_the_size(tiny, alike, family, flags):
@@ -110,10 +127,10 @@ def test_four_batches_per_update_are_one_of_four_times_the_size(tiny, alike, fam
     names = [f"{kind} {flags}" for kind in ("four", "one")]
     for name, batch in zip(names, (["--update-freq", 4], []), strict=True):
         size = sentences // 4 if batch else sentences
-        # An update is an epoch here. From the third on, fairseq's masks are other ones when epochs have other lengths.
-        words = ["--train-subset", part, "--batch-size", size, "--max-update", 2, *batch, *flags]
+        # An update is an epoch here.
+        words = ["--train-subset", part, "--batch-size", size, "--max-update", UPDATES, *batch, *flags]
         train_here(command(tiny, family, *words, name=name))
-        assert saved(tiny, family, name)["optimizer_history"][-1]["num_updates"] == 2
+        assert saved(tiny, family, name)["optimizer_history"][-1]["num_updates"] == UPDATES
     assert largest_difference(tiny, family, *names) < 1e-5
 
 

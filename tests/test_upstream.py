@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import TINY, build, build_dictionary, run
 from fairseq import checkpoint_utils, options, search, utils
-from fairseq.data import Dictionary, data_utils
+from fairseq.data import Dictionary, ListDataset, MaskTokensDataset, data_utils
 from fairseq.data.audio.data_cfg import S2TDataConfig
 from fairseq.data.audio.speech_to_text_dataset import SpeechToTextDatasetCreator
 from fairseq.file_io import PathManager
@@ -139,6 +139,30 @@ def test_speech_is_augmented_by_seed_epoch_and_clip(tmp_path):
     masked = [clip(index, epoch=1).numpy() != np.load(f"{folder}/clip-train{index}.npy") for index in range(6)]
     assert len({each[:12].tobytes() for each in masked}) > 2  # of the twelve frames that every clip has
     assert torch.equal(clip(0, epoch=1, part="valid"), clip(0, epoch=2, part="valid"))
+
+
+def test_each_epoch_has_masks_of_its_own():
+    """Of source and target alike, as in a dataset that begins with that epoch."""
+    dictionary = build_dictionary()
+    mask, sentences = dictionary.add_symbol("<mask>"), [torch.arange(4, 36) for _ in range(2)]
+
+    def masked_parts() -> tuple:
+        plain = ListDataset(sentences, np.full(2, 32))
+        return MaskTokensDataset.apply_mask(plain, dictionary, dictionary.pad(), mask, mask_prob=0.5)
+
+    def read(parts: tuple, epoch: int) -> list[torch.Tensor]:
+        for part in parts:
+            part.set_epoch(epoch)
+        return [part[index] for part in parts for index in range(2)]
+
+    parts = masked_parts()
+    found = {epoch: read(parts, epoch) for epoch in (1, 2, 3)}
+    for epoch, masked in found.items():
+        assert all(map(torch.equal, masked, read(masked_parts(), epoch)))
+        for source, target in zip(masked[:2], masked[2:], strict=True):
+            changed = source.ne(sentences[0])
+            assert changed.any() and target[changed].equal(sentences[0][changed])
+    assert not any(map(torch.equal, found[1], found[2])) and not any(map(torch.equal, found[2], found[3]))
 
 
 def test_checks_come_before_loading(monkeypatch):

@@ -53,6 +53,12 @@ class SharedLanguageModel(SharedLayers, TransformerLanguageModel):
     @classmethod
     def build_model(cls, args, task):
         """Resolve the flags again, for configurations that came from YAML, then build and tie."""
+        cls.resolve_args(cls.__name__, args)
+        return super().build_model(args, task)
+
+    @classmethod
+    def resolve_args(cls, name, args):
+        """Resolve a complete configuration, which YAML gives; the architecture function resolves a command line's."""
         if args.factorized_embed_dim is not None:  # YAML leaves fairseq's options at the dataclass's defaults
             args.decoder_input_dim = args.decoder_output_dim = args.factorized_embed_dim
         resolve_factorized_embedding(args, "decoder_input_dim", "decoder_output_dim")
@@ -60,7 +66,6 @@ class SharedLanguageModel(SharedLayers, TransformerLanguageModel):
         if str(getattr(args, "residual_scaling", "none")) != "none":
             args.decoder_normalize_before = False  # YAML cannot tell upstream's default from what was asked for
         resolve_sharing(args, "decoder", *cls.PRESET)
-        return super().build_model(args, task)
 
 
 def check(args) -> None:

@@ -1,7 +1,8 @@
 """Average the parameters of checkpoints, as fairseq's scripts/average_checkpoints.py does.
 
 Sums in float64, writes each tensor once, and refuses checkpoints whose layers are shared differently. The result
-keeps everything else of the first checkpoint except the optimizer's state, which belongs to no averaged model.
+keeps everything else of the first checkpoint except the optimizer's state and the moving average of --store-ema, which
+belong to no averaged model.
 
 Examples:
     fairseq-sharing average --inputs checkpoints --num-epoch-checkpoints 10 --output checkpoints/averaged.pt
@@ -152,5 +153,7 @@ def run(args) -> None:
     state = load_checkpoint(paths[0])
     state["model"] = model
     state.pop("last_optimizer_state", None)
+    if state.get("extra_state"):
+        state["extra_state"] = {key: value for key, value in state["extra_state"].items() if not key.startswith("ema")}
     write_atomically(args.output, lambda temporary: torch.save(state, temporary))
     print(f"averaged {len(paths)} checkpoints into {args.output}:", *paths, sep="\n  ")
