@@ -6,6 +6,7 @@ from typing import ClassVar
 from fairseq import utils
 from fairseq.logging import metrics
 
+from .attention import share_keys_and_values
 from .checkpoint import check_before_loading, register_checkpoint_hooks
 from .gradients import measure_gradient_norms
 from .options import add_sharing_args, as_namespace, get_sharing
@@ -111,6 +112,7 @@ def share_stack(layers, args, stack: str) -> None:
         sharing = get_sharing(args, stack)
         share_layers(layers, sharing.assignment, sharing.parts)
         register_checkpoint_hooks(layers)
+        share_keys_and_values(layers)
 
 
 def format_stack(stack: str, strategy: str, layers) -> str:

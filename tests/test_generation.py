@@ -294,8 +294,11 @@ def first_batch(family, task) -> dict:
 
 
 @pytest.mark.parametrize("beam", [1, 5])
-def test_scores_are_those_of_a_full_forward_pass_and_each_layer_has_its_cache(family, beam):
-    """Step by step through the beams' reordering, every hypothesis gets the scores of one pass over its tokens."""
+def test_scores_are_those_of_a_full_forward_pass_and_caches_are_apart(family, beam):
+    """Step by step through the beams' reordering, every hypothesis gets the scores of one pass over its tokens.
+
+    Each layer has its own cache of what was written; that of the source belongs to the parameter set.
+    """
     model, _, task = load(family.shared)
     if not family.encoder_attention:
         task.args.sample_break_mode = "eos"
@@ -330,7 +333,7 @@ def test_scores_are_those_of_a_full_forward_pass_and_each_layer_has_its_cache(fa
     if family.encoder_attention:
         attentions += [layer.encoder_attn for layer in layers]
     names = {f"{attention._incremental_state_id}.attn_state" for attention in attentions}
-    assert len(names) == (8 if family.encoder_attention else 4)
+    assert len(names) == (4 + 2 if family.encoder_attention else 4)
     assert all(state.keys() == names for state in states) and len(states) > 2
     for state in states:
         keys = [state[f"{layer.self_attn._incremental_state_id}.attn_state"]["prev_key"] for layer in layers]
