@@ -9,6 +9,7 @@ from fairseq.logging import metrics
 from .attention import share_keys_and_values
 from .checkpoint import check_before_loading, register_checkpoint_hooks
 from .gradients import measure_gradient_norms
+from .inference import pack_linears
 from .options import add_sharing_args, as_namespace, get_sharing
 from .residual import list_scalings, measure_once, scale_residuals
 from .sharing import count_saved, share_layers, tie_names, tied_names
@@ -63,6 +64,14 @@ class SharedLayers:
             if any(list_scalings(self.get_submodule(path)) for path in self.STACKS.values()):
                 self.residual_hook = self.register_forward_pre_hook(measure_once, with_kwargs=True)
         return super().train(mode)
+
+    def make_generation_fast_(self, **kwargs):
+        """Prepare for decoding as fairseq does; stacks that share also get packed matrices."""
+        super().make_generation_fast_(**kwargs)
+        shared = [stack for path in self.STACKS.values() if (stack := self.get_submodule(path)).sharing.shares]
+        if shared:
+            output = getattr(getattr(self, "decoder", None), "output_projection", None)
+            pack_linears([*(module for stack in shared for module in stack.modules()), output])
 
     def _apply(self, fn, recurse=True):
         """Convert as torch does (``to``, ``half``, ``to_empty`` and the like), and keep every tie.

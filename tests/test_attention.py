@@ -1,6 +1,7 @@
 """Cross-attention that computes keys and values once for each parameter set: the same results, and less computed."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -197,7 +198,7 @@ def test_a_scripted_generator_decodes_the_same():
         scripted = torch.jit.script(generator)
         found += [generator.generate([each], sample), scripted(sample)]
     for other in found[1:]:
-        for ours, theirs in zip(sum(found[0], []), sum(other, []), strict=True):
+        for ours, theirs in zip(*(itertools.chain(*each) for each in (found[0], other)), strict=True):
             assert torch.equal(ours["tokens"], theirs["tokens"])
             assert torch.allclose(ours["positional_scores"], theirs["positional_scores"], atol=1e-6)
 
