@@ -1,20 +1,26 @@
-"""Faster products on the CPU once a model only decodes: matrices in the order in which oneDNN reads them.
+"""Faster products on the CPU once a model only decodes: packed matrices, and query, key and value in one product.
 
-A step of beam search multiplies a few rows by every matrix of the decoder, and most of its time is spent so. torch
-hands such a product to its BLAS with the matrix as it was trained; packed for oneDNN it takes less (and is kept a second
-time). Layers that share parameters share the packed copy too, so there are M of them and not N. The results differ by
-rounding. Switched on by fairseq's ``make_generation_fast_``, after which fairseq refuses to train.
+A step of beam search multiplies a few rows by every matrix of the decoder, and most of its time is spent so. torch's
+BLAS takes a matrix as it was trained; packed, in the order in which oneDNN reads it, it takes less time, and a second
+place in memory. Layers that share parameters share the packed copy too: there are M of them and not N. Results differ
+by rounding. Switched on by fairseq's ``make_generation_fast_``, after which fairseq refuses to train.
 """
 
 import torch
 import torch.nn.functional as F
+from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
+
+# Entries of the smallest matrix that is packed. A packed product takes 20 microseconds more to start with, which
+# a matrix of 256 x 256 does not make up for at the rows of a beam search, and one of 512 x 256 does.
+SMALLEST = 1 << 17
 
 
 class Packed:
-    """The packed copy of one matrix, made when it is first needed and again when the matrix has changed.
+    """The packed copy of a matrix, or of several on top of each other, and their bias.
 
-    Copies and pickles of a model have none, and make their own.
+    It is made when it is first needed and again when a parameter has changed. Copies and pickles of a model have none,
+    and make their own.
     """
 
     def __init__(self):
@@ -22,15 +28,19 @@ class Packed:
 
     def clear(self) -> None:
         """Forget the copy."""
-        self.made_from = self.matrix = None
+        self.made_from = self.matrix = self.bias = None
 
-    def get(self, weight: Tensor) -> Tensor:
-        """Return the packed copy of a matrix."""
-        made_from = (id(weight), weight.data_ptr(), weight._version)
+    def get(self, *layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        """Return packed matrix and bias of these layers, which read the same input."""
+        tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias) if tensor is not None]
+        made_from = [(id(tensor), tensor.data_ptr(), tensor._version) for tensor in tensors]
         if self.made_from != made_from:
-            self.matrix = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+            weights, biases = ([getattr(layer, name) for layer in layers] for name in ("weight", "bias"))
+            matrix = torch.cat(weights) if len(layers) > 1 else weights[0]
+            self.matrix = torch.ops.mkldnn._reorder_linear_weight(matrix.detach())
+            self.bias = torch.cat(biases).detach() if len(layers) > 1 else biases[0]
             self.made_from = made_from
-        return self.matrix
+        return self.matrix, self.bias
 
     def __getstate__(self):
         return {}
@@ -55,20 +65,73 @@ class PackedLinear(nn.Linear):
     @torch.jit.unused
     def multiply(self, x: Tensor) -> Tensor:
         """Multiply by the packed matrix, or else as torch does."""
-        if (
-            not x.is_cpu
-            or x.dtype is not torch.float32
-            or self.weight.dtype is not torch.float32
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled("cpu")
-            or self.weight.is_inference()  # changes of such tensors are not counted
-        ):
-            return F.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed.get(self.weight), self.bias, "none", [], "")
+        return multiply(x, self.packed, self) if self.is_packed(x) else F.linear(x, self.weight, self.bias)
+
+    @torch.jit.unused
+    def is_packed(self, x: Tensor) -> bool:
+        """Whether this input can be multiplied by the packed matrix."""
+        return (
+            x.is_cpu
+            and x.dtype is torch.float32
+            and self.weight.dtype is torch.float32
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+            and not self.weight.is_inference()  # changes of such tensors are not counted
+        )
 
     def _apply(self, fn, recurse=True):
         self.packed.clear()
         return super()._apply(fn, recurse)
+
+
+class Joint:
+    """The three projections of a self-attention, and what one product has left for the second and the third.
+
+    Attributes:
+        layers: of query, key and value.
+    """
+
+    def __init__(self, layers):
+        self.layers = layers
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was left."""
+        self.x, self.parts = None, {}
+
+    def __getstate__(self):
+        return {"layers": self.layers}
+
+    def __setstate__(self, state):
+        self.__init__(**state)
+
+
+class JointLinear(PackedLinear):
+    """One of the three projections of a self-attention; the first computes all three, which fairseq asks for in turn.
+
+    Attributes:
+        joint: what the three have in common.
+    """
+
+    @torch.jit.unused
+    def multiply(self, x: Tensor) -> Tensor:
+        """Compute all three, or take what was computed from the same input, or else multiply as torch does."""
+        joint = self.joint
+        if self is joint.layers[0] and self.is_packed(x):
+            joint.x = x
+            joint.parts = dict(zip(joint.layers, multiply(x, self.packed, *joint.layers).chunk(3, dim=-1), strict=True))
+        if joint.x is not x or self not in joint.parts:
+            return F.linear(x, self.weight, self.bias)
+        part = joint.parts.pop(self)
+        if not joint.parts:
+            joint.clear()
+        return part
+
+
+def multiply(x: Tensor, packed: Packed, *layers: nn.Linear) -> Tensor:
+    """Return what these layers compute of the same input, side by side in the last dimension."""
+    matrix, bias = packed.get(*layers)
+    return torch.ops.mkldnn._linear_pointwise(x, matrix, bias, "none", [], "")
 
 
 def can_pack() -> bool:
@@ -81,11 +144,27 @@ def pack_linears(modules) -> None:
     """Let the linear layers among these modules multiply by packed matrices, one for each parameter.
 
     torch's attention, which fairseq's encoders use, is handed the matrices and packs nothing.
+
+    Args:
+        modules: those of the layers that share, and whatever else is to be fast.
     """
     if not can_pack():
         return
-    copies = {}
+    modules, copies = list(modules), {}
+
+    def switch(module: nn.Linear, kind: type) -> None:
+        module.__class__ = kind
+        module.packed = copies.setdefault(id(module.weight), Packed())
+
     for module in modules:
-        if type(module) is nn.Linear:
-            module.__class__ = PackedLinear
-            module.packed = copies.setdefault(id(module.weight), Packed())
+        if type(module) is MultiheadAttention and module.self_attention:
+            projections = [module.q_proj, module.k_proj, module.v_proj]
+            plain = all(type(each) is nn.Linear and each.bias is not None for each in projections)
+            if plain and 3 * module.q_proj.weight.numel() >= SMALLEST:
+                joint = Joint(projections)
+                for each in projections:
+                    switch(each, JointLinear)
+                    each.joint = joint
+    for module in modules:
+        if type(module) is nn.Linear and module.weight.numel() >= SMALLEST:
+            switch(module, PackedLinear)

@@ -28,6 +28,7 @@ from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from omegaconf import OmegaConf
 
+from fairseq_sharing import inference
 from fairseq_sharing.models.s2t_transformer_shared import SharedS2TTransformerModel
 from fairseq_sharing.models.transformer_lm_shared import SharedLanguageModel
 from fairseq_sharing.models.transformer_shared import SharedTransformerModel
@@ -269,6 +270,24 @@ def test_options_of_iterative_refinement_do_not_apply(family):
         for path in (family.shared, family.plain):
             with pytest.raises(KeyError, match=key):
                 decode(family, path, flag, "--beam", 1, "--max-len-b", 3)
+
+
+def test_packed_matrices_give_the_texts_of_the_unshared_model(family, monkeypatch):
+    """Those of models as small as these are not packed, or the other tests could not compare every digit."""
+    monkeypatch.setattr(inference, "SMALLEST", 0)
+    packed, multiply = [], inference.multiply
+    monkeypatch.setattr(inference, "multiply", lambda *given: (packed.append(given), multiply(*given))[1])
+    flags = ["--beam", 3, "--nbest", 3, *(["--print-alignment"] if family.flags[0] == "--max-len-b" else [])]
+    ours = decode(family, family.shared, *flags)
+    assert packed
+    theirs = decode(family, family.plain, *flags)
+    for one, other in zip(itertools.chain(*map(split, ours)), itertools.chain(*map(split, theirs)), strict=True):
+        assert one == other if isinstance(one, str) else one == pytest.approx(other, abs=1e-5)
+
+
+def split(line: str) -> list[str | float]:
+    """Return the words of a line, its scores as numbers."""
+    return [float(word) if re.fullmatch(r"-?\d+\.\d+(e-\d+)?", word) else word for word in line.split()]
 
 
 def test_raw_text(translation, tmp_path):

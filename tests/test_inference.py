@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import FOUR_FROM_TWO, TINY, build, build_dictionary, random_batch
+from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from torch import nn
 
@@ -16,6 +17,12 @@ from fairseq_sharing.inference import PackedLinear, pack_linears
 
 REV = "transformer_shared_cycle_rev"
 pytestmark = pytest.mark.skipif(not inference.can_pack(), reason="this build of torch has no oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def small_matrices(monkeypatch):
+    """Pack those of tiny models too."""
+    monkeypatch.setattr(inference, "SMALLEST", 0)
 
 
 def prepare(model, **generation):
@@ -47,9 +54,44 @@ def test_a_search_finds_the_same_with_one_copy_for_each_parameter():
         assert torch.equal(ours["tokens"], theirs["tokens"])
         assert torch.allclose(ours["positional_scores"], theirs["positional_scores"], atol=1e-5)
     used = {id(module.packed): module for module in packed_of(fast) if module.packed.matrix is not None}
-    # Two sets: fc1 and fc2 of the encoder; q, k, v and out, cross q and out, fc1 and fc2 of the decoder; the output.
-    assert len(used) == 2 * 2 + 2 * 8 + 1
+    # Two sets: fc1, fc2 of the encoder; q with k and v, out, cross q and out, fc1, fc2 of the decoder; the output.
+    assert len(used) == 2 * 2 + 2 * 6 + 1
     assert list(fast.state_dict()) == list(model.state_dict())
+    batch = random_batch()
+    assert torch.equal(torch.jit.script(fast)(**batch)[0], model(**batch)[0])
+
+
+def test_small_matrices_stay_torchs(monkeypatch):
+    """Their products would take longer."""
+    monkeypatch.setattr(inference, "SMALLEST", 16 * 32)
+    _, fast = build_pair()
+    names = {name.split(".")[-1] for name, module in fast.named_modules() if isinstance(module, PackedLinear)}
+    assert names == {"fc1", "fc2", "q_proj", "k_proj", "v_proj", "output_projection"}
+    cross = [layer.encoder_attn for layer in fast.decoder.layers]
+    assert not any(isinstance(attention.q_proj, PackedLinear) for attention in cross)
+
+
+@torch.no_grad()
+def test_three_projections_in_one_product(monkeypatch):
+    """In fairseq's order one product gives all three; in any other each gives its own."""
+    torch.manual_seed(0)
+    plain = MultiheadAttention(8, 2, self_attention=True)
+    fast = copy.deepcopy(plain)
+    pack_linears(fast.modules())
+    products, multiply = [], inference.multiply
+    monkeypatch.setattr(inference, "multiply", lambda *given: (products.append(given), multiply(*given))[1])
+    one, other = torch.randn(2, 1, 3, 8)
+
+    def check(*calls):
+        for name, x in calls:
+            assert torch.allclose(getattr(fast, name)(x), getattr(plain, name)(x), atol=1e-6)
+
+    check(("q_proj", one), ("k_proj", one), ("v_proj", one))
+    assert len(products) == 1 and fast.q_proj.joint.x is None
+    check(("k_proj", one), ("q_proj", one), ("k_proj", other), ("v_proj", one), ("v_proj", one), ("k_proj", one))
+    check(("q_proj", one), ("q_proj", other), ("v_proj", other), ("k_proj", one), ("k_proj", other))
+    fast.k_proj.weight.mul_(2), plain.k_proj.weight.mul_(2)
+    check(*((name, x) for twice in range(2) for x in (one, other) for name in ("q_proj", "k_proj", "v_proj")))
 
 
 def test_what_shares_nothing_stays_torchs():
