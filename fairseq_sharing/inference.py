@@ -143,10 +143,8 @@ def can_pack() -> bool:
 def pack_linears(modules) -> None:
     """Let the linear layers among these modules multiply by packed matrices, one for each parameter.
 
-    torch's attention, which fairseq's encoders use, is handed the matrices and packs nothing.
-
     Args:
-        modules: those of the layers that share, and whatever else is to be fast.
+        modules: those of a decoder; an encoder runs once where a decoder runs once for each symbol.
     """
     if not can_pack():
         return

@@ -66,12 +66,11 @@ class SharedLayers:
         return super().train(mode)
 
     def make_generation_fast_(self, **kwargs):
-        """Prepare for decoding as fairseq does; stacks that share also get packed matrices."""
+        """Prepare for decoding as fairseq does; a decoder whose layers share gets packed matrices."""
         super().make_generation_fast_(**kwargs)
-        shared = [stack for path in self.STACKS.values() if (stack := self.get_submodule(path)).sharing.shares]
-        if shared:
-            output = getattr(getattr(self, "decoder", None), "output_projection", None)
-            pack_linears([*(module for stack in shared for module in stack.modules()), output])
+        layers = self.get_submodule(self.STACKS["decoder"]) if "decoder" in self.STACKS else None
+        if layers is not None and layers.sharing.shares:
+            pack_linears([*layers.modules(), self.decoder.output_projection])
 
     def _apply(self, fn, recurse=True):
         """Convert as torch does (``to``, ``half``, ``to_empty`` and the like), and keep every tie.
