@@ -28,19 +28,22 @@ class Packed:
 
     def clear(self) -> None:
         """Forget the copy."""
-        self.made_from = self.matrix = self.bias = None
+        # What it was made from, those tensors, so that no other takes their place, matrix and bias: one value, so that
+        # threads may share it.
+        self.copy = (None, None, None, None)
 
     def get(self, *layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
         """Return packed matrix and bias of these layers, which read the same input."""
         tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias) if tensor is not None]
         made_from = [(id(tensor), tensor.data_ptr(), tensor._version) for tensor in tensors]
-        if self.made_from != made_from:
+        known, _, matrix, bias = self.copy
+        if known != made_from:
             weights, biases = ([getattr(layer, name) for layer in layers] for name in ("weight", "bias"))
-            matrix = torch.cat(weights) if len(layers) > 1 else weights[0]
-            self.matrix = torch.ops.mkldnn._reorder_linear_weight(matrix.detach())
-            self.bias = torch.cat(biases).detach() if len(layers) > 1 else biases[0]
-            self.made_from = made_from
-        return self.matrix, self.bias
+            whole = torch.cat(weights) if len(layers) > 1 else weights[0]
+            matrix = torch.ops.mkldnn._reorder_linear_weight(whole.detach())
+            bias = torch.cat(biases).detach() if len(layers) > 1 else biases[0]
+            self.copy = (made_from, tensors, matrix, bias)
+        return matrix, bias
 
     def __getstate__(self):
         return {}
@@ -76,6 +79,7 @@ class PackedLinear(nn.Linear):
             and self.weight.dtype is torch.float32
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
+            and not torch.jit.is_tracing()
             and not self.weight.is_inference()  # changes of such tensors are not counted
         )
 
@@ -93,11 +97,7 @@ class Joint:
 
     def __init__(self, layers):
         self.layers = layers
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was left."""
-        self.x, self.parts = None, {}
+        self.left = (None, {})  # an input, and what each layer makes of it: one value, so that threads may share it
 
     def __getstate__(self):
         return {"layers": self.layers}
@@ -116,16 +116,15 @@ class JointLinear(PackedLinear):
     @torch.jit.unused
     def multiply(self, x: Tensor) -> Tensor:
         """Compute all three, or take what was computed from the same input, or else multiply as torch does."""
-        joint = self.joint
-        if self is joint.layers[0] and self.is_packed(x):
-            joint.x = x
-            joint.parts = dict(zip(joint.layers, multiply(x, self.packed, *joint.layers).chunk(3, dim=-1), strict=True))
-        if joint.x is not x or self not in joint.parts:
-            return F.linear(x, self.weight, self.bias)
-        part = joint.parts.pop(self)
-        if not joint.parts:
-            joint.clear()
-        return part
+        layers = self.joint.layers
+        if self is layers[0] and self.is_packed(x):
+            parts = multiply(x, self.packed, *layers).chunk(3, dim=-1)
+            self.joint.left = (x, dict(zip(layers, parts, strict=True)))
+        source, parts = self.joint.left
+        part = parts.pop(self, None) if source is x else None
+        if not parts:
+            self.joint.left = (None, {})
+        return F.linear(x, self.weight, self.bias) if part is None else part
 
 
 def multiply(x: Tensor, packed: Packed, *layers: nn.Linear) -> Tensor:

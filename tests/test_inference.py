@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_search_finds_the_same_with_one_copy_for_each_parameter():
     for ours, theirs in zip(search(fast), search(model), strict=True):
         assert torch.equal(ours["tokens"], theirs["tokens"])
         assert torch.allclose(ours["positional_scores"], theirs["positional_scores"], atol=1e-5)
-    used = {id(module.packed): module for module in packed_of(fast) if module.packed.matrix is not None}
+    used = {id(module.packed): module for module in packed_of(fast) if module.packed.copy[-2] is not None}
     # For each of two sets: query, key and value together; out; query and out of the cross-attention; fc1, fc2.
     assert len(used) == 2 * 6 + 1 and not packed_of(fast.encoder)
     assert list(fast.state_dict()) == list(model.state_dict())
@@ -95,11 +96,31 @@ def test_three_projections_in_one_product(monkeypatch):
             assert torch.allclose(getattr(fast, name)(x), getattr(plain, name)(x), atol=1e-6)
 
     check(("q_proj", one), ("k_proj", one), ("v_proj", one))
-    assert len(products) == 1 and fast.q_proj.joint.x is None
+    assert len(products) == 1 and fast.q_proj.joint.left == (None, {})
     check(("k_proj", one), ("q_proj", one), ("k_proj", other), ("v_proj", one), ("v_proj", one), ("k_proj", one))
     check(("q_proj", one), ("q_proj", other), ("v_proj", other), ("k_proj", one), ("k_proj", other))
     fast.k_proj.weight.mul_(2), plain.k_proj.weight.mul_(2)
     check(*((name, x) for twice in range(2) for x in (one, other) for name in ("q_proj", "k_proj", "v_proj")))
+
+
+def test_threads_may_share_a_model():
+    """As they may share fairseq's: what one has left another does not take."""
+    _, fast = build_pair()
+    attention = fast.decoder.layers[0].self_attn
+    inputs = [torch.randn(1, 64, 16) for _ in range(8)]
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    expected = [[F.linear(x, each.weight, each.bias) for each in projections] for x in inputs]
+
+    def project(number):
+        with torch.no_grad():
+            return all(
+                torch.allclose(each(inputs[index % 8]), expected[index % 8][place], atol=1e-6)
+                for index in range(number, number + 200)
+                for place, each in enumerate(projections)
+            )
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(project, range(4)))
 
 
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
@@ -118,7 +139,7 @@ def test_products_of_every_shape(shape):
     with torch.no_grad():
         for x in (torch.randn(*shape, 6), torch.randn(*shape, 12)[..., ::2], torch.randn(6, *shape).movedim(0, -1)):
             assert torch.allclose(fast(x), plain(x), atol=1e-6)
-    assert fast.packed.matrix is not None
+    assert fast.packed.copy[-2] is not None
 
 
 def test_a_changed_matrix_is_packed_again():
