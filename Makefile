@@ -1,4 +1,4 @@
-# Targets: quickstart, test, test-all, check, format, clean. Each one first makes the environment in .venv when it is not there.
+# Targets: quickstart, test, test-all, benchmark, check, format, clean. Each one first makes the environment in .venv when it is not there.
 SHELL := /bin/bash
 export OMP_NUM_THREADS := 1
 VENV := .venv
@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadscope
 PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' >/dev/null 2>&1 && echo $$p && break; done)
 
-.PHONY: quickstart test test-all check format clean
+.PHONY: quickstart test test-all benchmark check format clean
 
 quickstart: $(VENV)/.installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/translation/quickstart.sh
@@ -20,6 +20,9 @@ test: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	$(PYTEST)
+
+benchmark: $(VENV)/.installed
+	$(BIN)/python scripts/benchmark.py --short
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -8,8 +8,10 @@ from fairseq.logging import metrics
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from omegaconf import DictConfig
 
+from .attention import share_keys_and_values
 from .checkpoint import check_before_loading, register_checkpoint_hooks
 from .gradients import measure_gradient_norms
+from .inference import pack_linears
 from .options import add_sharing_args, as_namespace, check_precision, get_sharing, whole_configuration
 from .residual import list_scalings, measure_once, scale_residuals
 from .sharing import count_saved, share_layers, tie_names, tied_names
@@ -74,6 +76,13 @@ class SharedLayers:
                 self.residual_hook = self.register_forward_pre_hook(measure_once, with_kwargs=True)
         return super().train(mode)
 
+    def make_generation_fast_(self, **kwargs):
+        """Prepare for decoding as fairseq does; a decoder whose layers share gets packed matrices."""
+        super().make_generation_fast_(**kwargs)
+        layers = self.get_submodule(self.STACKS["decoder"]) if "decoder" in self.STACKS else None
+        if layers is not None and layers.sharing.shares:
+            pack_linears([*layers.modules(), self.decoder.output_projection])
+
     def _apply(self, fn, recurse=True):
         """Convert as torch does (``to``, ``half``, ``to_empty`` and the like), and keep every tie.
 
@@ -137,6 +146,7 @@ def share_stack(layers, args, stack: str) -> None:
         sharing = get_sharing(args, stack)
         share_layers(layers, sharing.assignment, sharing.parts)
         register_checkpoint_hooks(layers)
+        share_keys_and_values(layers)
 
 
 def format_stack(stack: str, strategy: str, layers) -> str:

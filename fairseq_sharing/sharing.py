@@ -141,6 +141,11 @@ def untie_layers(layers: nn.ModuleList) -> None:
         path, _, leaf = name.rpartition(".")
         module = layers[index].get_submodule(path)
         setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().clone()))
+    for module in layers.modules():
+        if hasattr(module, "stand_alone"):  # a projection that ran once for all that share it
+            module.stand_alone()
+        if hasattr(module, "init_incremental_state"):  # an attention, with the name of its cache
+            module.init_incremental_state()
     layers.sharing = Sharing(tuple(range(len(layers))), layers.sharing.parts)
 
 

@@ -28,6 +28,7 @@ from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from omegaconf import OmegaConf
 
+from fairseq_sharing import inference
 from fairseq_sharing.models.s2t_transformer_shared import SharedS2TTransformerModel
 from fairseq_sharing.models.transformer_lm_shared import SharedLanguageModel
 from fairseq_sharing.models.transformer_shared import SharedTransformerModel
@@ -271,6 +272,24 @@ def test_options_of_iterative_refinement_do_not_apply(family):
                 decode(family, path, flag, "--beam", 1, "--max-len-b", 3)
 
 
+def test_packed_matrices_give_the_texts_of_the_unshared_model(family, monkeypatch):
+    """Those of models as small as these are not packed, or the other tests could not compare every digit."""
+    monkeypatch.setattr(inference, "SMALLEST", 0)
+    packed, multiply = [], inference.multiply
+    monkeypatch.setattr(inference, "multiply", lambda *given: (packed.append(given), multiply(*given))[1])
+    flags = ["--beam", 3, "--nbest", 3, *(["--print-alignment"] if family.flags[0] == "--max-len-b" else [])]
+    ours = decode(family, family.shared, *flags)
+    assert packed
+    theirs = decode(family, family.plain, *flags)
+    for one, other in zip(itertools.chain(*map(split, ours)), itertools.chain(*map(split, theirs)), strict=True):
+        assert one == other if isinstance(one, str) else one == pytest.approx(other, abs=1e-5)
+
+
+def split(line: str) -> list[str | float]:
+    """Return the words of a line, its scores as numbers."""
+    return [float(word) if re.fullmatch(r"-?\d+\.\d+(e-\d+)?", word) else word for word in line.split()]
+
+
 def test_raw_text(translation, tmp_path):
     """--dataset-impl raw: the same texts and scores as from binarised data."""
     for language in ("en", "de"):
@@ -294,8 +313,11 @@ def first_batch(family, task) -> dict:
 
 
 @pytest.mark.parametrize("beam", [1, 5])
-def test_scores_are_those_of_a_full_forward_pass_and_each_layer_has_its_cache(family, beam):
-    """Step by step through the beams' reordering, every hypothesis gets the scores of one pass over its tokens."""
+def test_scores_are_those_of_a_full_forward_pass_and_caches_are_apart(family, beam):
+    """Step by step through the beams' reordering, every hypothesis gets the scores of one pass over its tokens.
+
+    Each layer has its own cache of what was written; that of the source belongs to the parameter set.
+    """
     model, _, task = load(family.shared)
     if not family.encoder_attention:
         task.args.sample_break_mode = "eos"
@@ -330,7 +352,7 @@ def test_scores_are_those_of_a_full_forward_pass_and_each_layer_has_its_cache(fa
     if family.encoder_attention:
         attentions += [layer.encoder_attn for layer in layers]
     names = {f"{attention._incremental_state_id}.attn_state" for attention in attentions}
-    assert len(names) == (8 if family.encoder_attention else 4)
+    assert len(names) == (4 + 2 if family.encoder_attention else 4)
     assert all(state.keys() == names for state in states) and len(states) > 2
     for state in states:
         keys = [state[f"{layer.self_attn._incremental_state_id}.attn_state"]["prev_key"] for layer in layers]

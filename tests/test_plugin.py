@@ -18,7 +18,7 @@ LAYERS = [
     {"models"},
     {"shared_model", "architecture"},
     {"options", "checkpoint", "upstream"},
-    {"embedding", "residual", "gradients"},
+    {"embedding", "residual", "gradients", "attention", "inference"},
     {"sharing"},
     {"strategies"},
 ]

@@ -1,0 +1,547 @@
+"""Hold models that share layers against fairseq's own, Universal and Hugging Face's ALBERT: time, memory, files.
+
+Two models are in one process and take turns, so that whatever else the machine does meets both; every ratio is that of
+one turn, and the table gives the median of the turns and their quartiles. Times are those of the clock and, on the CPU,
+of the processor, which other work disturbs less. Weights and symbols are random: all beams run to the full length.
+
+    python scripts/benchmark.py --short                       the table in a few minutes
+    python scripts/benchmark.py --out results                 everything; results.json and results.md
+    python scripts/benchmark.py --measure decode --decode 1x30 8x30 32x30 8x10 8x90
+    python scripts/benchmark.py --measure train optimizer memory --vocab-size 32768
+    python scripts/benchmark.py --measure ctranslate2 --checkpoint averaged.pt --data data/bin --subset test
+
+For the CPU set OMP_NUM_THREADS, 1 unless the machine has nothing else to do.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import logging
+import multiprocessing
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq.models import build_model
+from fairseq.optim.adam import Adam
+from fairseq.sequence_generator import SequenceGenerator
+from omegaconf import OmegaConf
+
+from fairseq_sharing.tools.model import filler_task, parse_architecture
+
+MEASURES = ("train", "optimizer", "decode", "cache", "memory", "peak", "checkpoint", "import", "albert", "ctranslate2")
+BEAM = 4
+UNSHARED = ["--encoder-sharing", "none", "--decoder-sharing", "none"]
+# Name -> ours, theirs, and what is measured of the pair.
+SIZES = ("cache", "memory", "peak", "checkpoint")
+PAIRS = {
+    "same depth": ("cycle_rev", "stock", ("train", "optimizer", "decode", *SIZES)),
+    "same depth, sequence": ("sequence", "stock", ("train", "decode")),
+    "same depth, cycle": ("cycle", "stock", ("train", "decode")),
+    "same parameters": ("cycle_rev", "stock M", ("train", "optimizer", "decode", *SIZES)),
+    "universal": ("cycle_rev", "universal", ("train", "optimizer", "decode")),
+    "universal, deeper": ("cycle_rev deeper", "universal", ("train",)),
+    "nothing shared": ("none", "stock", ("train", "decode")),
+}
+SHORT = {  # pair -> what is measured in a few minutes
+    "same depth": ("train", "optimizer", "decode", "cache", "memory", "checkpoint"),
+    "universal": ("train",),
+    "nothing shared": ("decode",),
+}
+ALBERT = {  # the base size, in transformers' words
+    **{"vocab_size": 30000, "num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072},
+    **{"num_attention_heads": 12, "num_hidden_groups": 1},
+}
+TIME, SPEED, SIZE = "time", "speed", "size"
+
+
+def parse_arguments(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="the most important pairs, few turns")
+    parser.add_argument("--measure", nargs="+", choices=MEASURES, help="only these")
+    parser.add_argument("--pair", nargs="+", choices=PAIRS, metavar="PAIR", help=f"only these: {', '.join(PAIRS)}")
+    parser.add_argument("--layers", type=int, default=12, metavar="N", help="layers of each stack (default: 12)")
+    parser.add_argument("--sets", type=int, default=6, metavar="M", help="parameter sets of each stack (default: 6)")
+    parser.add_argument("--width", type=int, default=512, metavar="C", help="width; the FFN's is four times it")
+    parser.add_argument("--vocab-size", type=int, default=8000, metavar="V", help="symbols (default: 8,000)")
+    parser.add_argument("--batch", default="8x30", metavar="BxT", help="sentences and length in training")
+    parser.add_argument("--decode", nargs="+", default=None, metavar="BxT", help="sentences and length in decoding")
+    parser.add_argument("--turns", type=int, default=None, help="of each model (default: 9, short: 5)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--checkpoint", help="a trained translation model, for ctranslate2")
+    parser.add_argument("--data", help="its data folder")
+    parser.add_argument("--subset", default="test", help="the part of the data to translate (default: test)")
+    parser.add_argument("--out", metavar="NAME", help="write NAME.json and NAME.md")
+    args = parser.parse_args(arguments)
+    args.turns = args.turns or (5 if args.short else 9)
+    args.decode = args.decode or (["8x30"] if args.short else ["1x30", "8x10", "8x30", "8x90", "32x30"])
+    for name, text in (("--batch", args.batch), *(("--decode", text) for text in args.decode)):
+        if not re.fullmatch(r"[1-9]\d*x([2-9]|[1-9]\d+)", text):
+            parser.error(f"{name} {text} must be sentences and a length of at least 2, such as 8x30")
+    if not 1 <= args.sets <= args.layers:
+        parser.error(f"--sets {args.sets} must be between 1 and --layers {args.layers}")
+    if args.width % 64:
+        parser.error(f"--width {args.width} must be a multiple of 64, the width of a head")
+    if args.turns < 2:
+        parser.error(f"--turns {args.turns} must be at least 2, or there is no spread")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but torch finds no GPU")
+    if (args.checkpoint is None) != (args.data is None):
+        parser.error("--checkpoint and --data go together")
+    if "ctranslate2" in (args.measure or []) and args.checkpoint is None:
+        parser.error("--measure ctranslate2 needs --checkpoint and --data")
+    return args
+
+
+def flags_of(name: str, args) -> tuple[str, list[str]]:
+    """Return architecture and flags of a model by the name it has in `PAIRS`."""
+
+    def depth(number: int) -> list[str]:
+        return ["--encoder-layers", str(number), "--decoder-layers", str(number)]
+
+    def widths(width: int) -> list[str]:
+        options = {"embed-dim": width, "ffn-embed-dim": 4 * width, "attention-heads": width // 64}
+        return [
+            word
+            for stack in ("encoder", "decoder")
+            for option, value in options.items()
+            for word in (f"--{stack}-{option}", str(value))
+        ]
+
+    shared = ["--share-all-embeddings", *widths(args.width)]
+    sets = ["--encoder-unique-layers", str(args.sets), "--decoder-unique-layers", str(args.sets)]
+    if name == "universal":  # as wide as gives it the parameters of M = 6
+        layers = depth(max(1, args.layers // 2))
+        return "transformer_shared_universal", ["--share-all-embeddings", *widths(2 * args.width), *layers]
+    if name in ("stock", "stock M"):
+        return "transformer", [*shared, *depth(args.layers if name == "stock" else args.sets)]
+    if name == "none":
+        return "transformer_shared_cycle_rev", [*shared, *depth(args.layers), *UNSHARED]
+    strategy, _, deeper = name.partition(" ")
+    return f"transformer_shared_{strategy}", [*shared, *depth(args.layers * 3 // 2 if deeper else args.layers), *sets]
+
+
+def build(name: str, args):
+    """Build a model with random weights, always the same."""
+    arch, flags = flags_of(name, args)
+    torch.manual_seed(1)
+    return build_model(parse_architecture(arch, flags), filler_task(args.vocab_size, args.vocab_size)).to(args.device)
+
+
+def random_batch(sentences: int, length: int, args) -> dict:
+    """Return a batch in the form of fairseq's criteria, without padding."""
+    generator = torch.Generator().manual_seed(0)
+    source, target = torch.randint(4, args.vocab_size, (2, sentences, length), generator=generator)
+    source[:, -1] = target[:, -1] = 2
+    inputs = {
+        "src_tokens": source,
+        "src_lengths": torch.full((sentences,), length),
+        "prev_output_tokens": target.roll(1, 1),
+    }
+    sample = {"net_input": inputs, "target": target, "ntokens": target.numel()}
+    sample["net_input"] = {key: value.to(args.device) for key, value in inputs.items()}
+    sample["target"] = target.to(args.device)
+    return sample
+
+
+def sizes(text: str) -> list[int]:
+    return [int(part) for part in text.split("x")]
+
+
+# --- taking turns ---
+
+
+def take_turns(tasks: dict, turns: int, device: str = "cpu") -> dict[str, list[dict[str, float]]]:
+    """Run each of the tasks so often, in turn; another one is first each time.
+
+    Args:
+        tasks: name -> a function without arguments.
+        turns: of each; one more before them warms up.
+        device: on a GPU the time ends when it has finished.
+
+    Returns:
+        name -> for each turn, seconds of the clock and of this process.
+    """
+    found = {name: [] for name in tasks}
+    for turn in range(-1, turns):
+        names = list(tasks)
+        names = names[turn % len(names) :] + names[: turn % len(names)]
+        for name in names:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            clock, process = time.perf_counter(), time.process_time()
+            tasks[name]()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if turn >= 0:
+                found[name].append({"wall": time.perf_counter() - clock, "cpu": time.process_time() - process})
+    return found
+
+
+def compare(pair: str, what: str, kind: str, times: dict, device: str = "cpu") -> dict:
+    """Return a row of the table from the turns of two.
+
+    Args:
+        pair: what is compared.
+        what: what was measured.
+        kind: `TIME` divides our time by theirs, `SPEED` theirs by ours.
+        times: what `take_turns` returned; ours comes first.
+        device: on a GPU the process's time says nothing.
+    """
+    (ours, our_turns), (theirs, their_turns) = times.items()
+    row = {"pair": pair, "what": what, "kind": kind, "ours": ours, "theirs": theirs, "turns": times}
+    for clock in ("wall", "cpu") if device == "cpu" else ("wall",):
+        ratios = [one[clock] / other[clock] for one, other in zip(our_turns, their_turns, strict=True)]
+        if kind == SPEED:
+            ratios = [1 / ratio for ratio in ratios]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        row[clock] = {"ratio": middle, "low": low, "high": high}
+        row[f"{clock}_seconds"] = [statistics.median(turn[clock] for turn in turns) for turns in times.values()]
+    return row
+
+
+def compare_sizes(pair: str, what: str, ours: str, theirs: str, numbers) -> dict:
+    """Return a row of the table from two numbers of bytes."""
+    our_bytes, their_bytes = numbers
+    return {
+        "pair": pair,
+        "what": what,
+        "kind": SIZE,
+        "ours": ours,
+        "theirs": theirs,
+        "ratio": our_bytes / their_bytes,
+        "bytes": [our_bytes, their_bytes],
+    }
+
+
+# --- what is measured ---
+
+
+class Training:
+    """A model in training, with fairseq's criterion and optimizer."""
+
+    def __init__(self, name: str, args):
+        self.model = build(name, args).train()
+        self.sample = random_batch(*sizes(args.batch), args)
+        task = filler_task(args.vocab_size, args.vocab_size)
+        self.criterion = LabelSmoothedCrossEntropyCriterion(task, sentence_avg=False, label_smoothing=0.1)
+        self.optimizer = Adam(self.model.parameters(), lr=1e-5)
+
+    def run(self) -> None:
+        """Run forward and backward."""
+        self.model.zero_grad()
+        loss, sample_size, _ = self.criterion(self.model, self.sample)
+        (loss / sample_size).backward()
+
+    def update(self) -> None:
+        """Run the optimizer."""
+        self.optimizer.step()
+
+    def state_bytes(self) -> int:
+        """Return the bytes of parameters, gradients and Adam's moments."""
+        parameters = list(self.model.parameters())
+        moments = [
+            value for state in self.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+        ]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return sum(tensor.nbytes for tensor in (*parameters, *gradients, *moments))
+
+
+def measure_training(pair: str, ours: str, theirs: str, measures, args) -> list[dict]:
+    """Compare training steps, optimizer steps, their memory and checkpoints."""
+    rows = []
+    trained = {name: Training(name, args) for name in (ours, theirs)}
+    if "train" in measures:
+        times = take_turns({name: each.run for name, each in trained.items()}, args.turns, args.device)
+        kind = SPEED if theirs == "universal" else TIME
+        rows.append(compare(pair, f"training step, {args.batch}", kind, times, args.device))
+    for each in trained.values():
+        each.run()
+        each.update()
+    if "optimizer" in measures:
+        times = take_turns({name: each.update for name, each in trained.items()}, args.turns, args.device)
+        rows.append(compare(pair, "optimizer step", TIME, times, args.device))
+    if "memory" in measures:
+        numbers = [each.state_bytes() for each in trained.values()]
+        rows.append(compare_sizes(pair, "parameters, gradients and Adam", ours, theirs, numbers))
+    if "checkpoint" in measures:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure_checkpoints(pair, trained, Path(folder), args)
+    return rows
+
+
+def measure_checkpoints(pair: str, trained: dict, folder: Path, args) -> list[dict]:
+    """Compare files with and without the optimizer's state, and how long the model takes to load."""
+    rows, (ours, theirs) = [], trained
+    for what, with_optimizer in (("checkpoint, model only", False), ("checkpoint with optimizer", True)):
+        numbers = []
+        for name, each in trained.items():
+            state = {"model": each.model.state_dict()}
+            if with_optimizer:
+                state["last_optimizer_state"] = each.optimizer.state_dict()
+            torch.save(state, folder / f"{name}.{with_optimizer}.pt")
+            numbers.append((folder / f"{name}.{with_optimizer}.pt").stat().st_size)
+        rows.append(compare_sizes(pair, what, ours, theirs, numbers))
+
+    def load(name):
+        state = torch.load(folder / f"{name}.False.pt", map_location=args.device)["model"]
+        trained[name].model.load_state_dict(state)
+
+    times = take_turns({name: partial(load, name) for name in trained}, args.turns, args.device)
+    return [*rows, compare(pair, "loading the model", TIME, times, args.device)]
+
+
+def measure_decoding(pair: str, ours: str, theirs: str, measures, args) -> list[dict]:
+    """Compare beam search as fairseq-generate runs it, and the bytes of the cross-attention's caches."""
+    rows, models = [], {}
+    for name in (ours, theirs):
+        models[name] = build(name, args).eval()
+        models[name].prepare_for_inference_(OmegaConf.create({"generation": {"beam": BEAM, "print_alignment": None}}))
+    dictionary = filler_task(args.vocab_size, args.vocab_size).target_dictionary
+    for text in args.decode if "decode" in measures else []:
+        sentences, length = sizes(text)
+        sample = random_batch(sentences, length, args)
+        sample["net_input"].pop("prev_output_tokens")
+        limits = {"max_len_b": length - 1, "min_len": length - 1}
+        searches = {
+            name: SequenceGenerator([model], dictionary, beam_size=BEAM, **limits) for name, model in models.items()
+        }
+        tasks = {name: partial(search.generate, [models[name]], sample) for name, search in searches.items()}
+        times = take_turns(tasks, args.turns, args.device)
+        rows.append(compare(pair, f"decoding, {text}, beam {BEAM}", SPEED, times, args.device))
+        rows[-1]["tokens"] = sentences * length
+    if "cache" in measures:
+        numbers = [cache_bytes(model, args) for model in models.values()]
+        rows.append(compare_sizes(pair, "caches of the source in decoding", ours, theirs, numbers))
+    return rows
+
+
+@torch.no_grad()
+def cache_bytes(model, args) -> int:
+    """Return the bytes of the decoder's caches of the encoder output after one step."""
+    inputs = random_batch(8, 30, args)["net_input"]
+    state = {}
+    encoded = model.encoder(inputs["src_tokens"], inputs["src_lengths"])
+    model.decoder(inputs["prev_output_tokens"][:, :1], encoder_out=encoded, incremental_state=state)
+    tensors = {
+        tensor.data_ptr(): tensor.nbytes
+        for layer in model.decoder.layers
+        for tensor in layer.encoder_attn._get_input_buffer(state).values()
+        if tensor is not None and tensor.dim() == 4
+    }
+    return sum(tensors.values())
+
+
+def peak_of_training(name: str, args) -> int:
+    """Return the most bytes that a process held which trained this model for two updates."""
+    logging.disable()
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    trained = Training(name, args)
+    for _ in range(2):
+        trained.run()
+        trained.update()
+    if args.device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure_peak(pair: str, ours: str, theirs: str, args) -> list[dict]:
+    """Compare the peak memory of two processes, one for each model."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        numbers = pool.starmap(peak_of_training, [(ours, args), (theirs, args)], chunksize=1)
+    return [compare_sizes(pair, "peak of a training process", ours, theirs, numbers)]
+
+
+def measure_import(args) -> list[dict]:
+    """Compare the start of fairseq-train with and without the plugin, in processes of their own."""
+    codes = {"with the plugin": "import fairseq_cli.train, fairseq_sharing", "fairseq": "import fairseq_cli.train"}
+    found = {name: [] for name in codes}
+    for turn, (name, code) in itertools.product(range(-1, min(args.turns, 5)), codes.items()):
+        clock, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        if turn >= 0:
+            found[name].append({"wall": time.perf_counter() - clock, "cpu": cpu})
+    row = compare("import", "start of fairseq-train", TIME, found)
+    row["added_seconds"] = {clock: row[f"{clock}_seconds"][0] - row[f"{clock}_seconds"][1] for clock in ("wall", "cpu")}
+    return [row]
+
+
+def measure_albert(args) -> list[dict]:
+    """Compare `albert_encoder` with transformers' ALBERT: forward, forward and backward, a masked-LM step.
+
+    Both use torch's scaled dot-product attention, the same sizes (base) and no dropout; 15% of the symbols are masked.
+    """
+    try:
+        from transformers import AlbertConfig, AlbertForMaskedLM
+    except ImportError:
+        print("albert: skipped, there is no package transformers", file=sys.stderr)
+        return []
+    vocabulary, sentences, length = ALBERT["vocab_size"], 2 if args.short else 4, 128
+    theirs = AlbertForMaskedLM(AlbertConfig(**ALBERT, attn_implementation="sdpa")).to(args.device).train()
+    flags = [
+        *("--encoder-layers", ALBERT["num_hidden_layers"], "--encoder-embed-dim", ALBERT["hidden_size"]),
+        *("--encoder-ffn-embed-dim", ALBERT["intermediate_size"], "--dropout", 0, "--attention-dropout", 0),
+        *("--encoder-attention-heads", ALBERT["num_attention_heads"]),
+    ]
+    task = filler_task(vocabulary - 1, vocabulary - 1)  # fairseq adds the mask symbol
+    task.mask_idx = task.source_dictionary.add_symbol("<mask>")
+    ours = build_model(parse_architecture("albert_encoder", list(map(str, flags))), task).to(args.device).train()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(4, vocabulary, (sentences, length), generator=generator).to(args.device)
+    masked = (torch.rand(sentences, length, generator=generator) < 0.15).to(args.device)
+    labels = tokens.masked_fill(~masked, -100)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-5) for each in (ours, theirs)]
+
+    def our_features():
+        return ours(tokens, features_only=True)[0]
+
+    def their_features():
+        return theirs.albert(tokens).last_hidden_state
+
+    def our_loss():
+        return torch.nn.functional.cross_entropy(ours(tokens, masked_tokens=masked)[0], tokens[masked])
+
+    def their_loss():
+        return theirs(tokens, labels=labels).loss
+
+    def forward(features):
+        with torch.no_grad():
+            features()
+
+    def backward(value):
+        value().square().mean().backward()
+
+    def step(loss, optimizer):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+    rows = []
+    for what, kind, tasks in (
+        ("encoder, forward", TIME, (lambda: forward(our_features), lambda: forward(their_features))),
+        ("encoder, forward and backward", TIME, (lambda: backward(our_features), lambda: backward(their_features))),
+        (
+            f"masked-LM step, V={vocabulary:,}",
+            SPEED,
+            (lambda: step(our_loss, optimizers[0]), lambda: step(their_loss, optimizers[1])),
+        ),
+    ):
+        names = ("albert_encoder", "AlbertForMaskedLM")
+        times = take_turns(dict(zip(names, tasks, strict=True)), args.turns, args.device)
+        rows.append(compare("albert", f"{what}, {sentences}x{length}", kind, times, args.device))
+    return rows
+
+
+def measure_ctranslate2(args) -> None:
+    """Export a trained model in fp32 and int8; `fairseq-sharing export --benchmark` holds each against fairseq."""
+    for quantization in ("float32", "int8"):
+        print(f"\nctranslate2, {quantization}:", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            words = [
+                *(sys.executable, "-m", "fairseq_sharing.tools.main", "export", args.checkpoint, "--to", "ctranslate2"),
+                *("--quantization", quantization, "--data", args.data, "--benchmark", args.subset, "--beam", BEAM),
+                *("--out", Path(folder) / "export"),
+            ]
+            subprocess.run(list(map(str, words)), check=True)
+
+
+# --- the table ---
+
+
+def format_table(rows: list[dict], args) -> str:
+    """Return the rows as Markdown, ratios first."""
+    threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+    where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {threads}"
+    lines = [
+        f"{where}; torch {torch.__version__}; N={args.layers}, M={args.sets}, width {args.width}, "
+        f"V={args.vocab_size:,}; median of {args.turns} turns (quartiles)",
+        "",
+        "| | | ratio, clock | ratio, processor | ours | theirs |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["kind"] == SIZE:
+            ratios = [f"{row['ratio']:.3f}", ""]
+            values = [f"{name}: {number:,} bytes" for name, number in zip(names(row), row["bytes"], strict=True)]
+        else:
+            ratios = [
+                "{ratio:.3f} ({low:.3f} to {high:.3f})".format(**row[clock]) if clock in row else ""
+                for clock in ("wall", "cpu")
+            ]
+            values = [f"{name}: {seconds(row, index)}" for index, name in enumerate(names(row))]
+        label = row["what"] + {TIME: " (time)", SPEED: " (speed)", SIZE: ""}[row["kind"]]
+        lines.append(f"| {row['pair']} | {label} | {ratios[0]} | {ratios[1]} | {values[0]} | {values[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def names(row: dict) -> tuple[str, str]:
+    return row["ours"], row["theirs"]
+
+
+def seconds(row: dict, index: int) -> str:
+    """Return the median time of one of the two, and its tokens per second where tokens were counted."""
+    taken = row["wall_seconds"][index]
+    return f"{taken:.3f} s" + (f", {row['tokens'] / taken:,.0f} tokens/s" if "tokens" in row else "")
+
+
+def main(arguments=None) -> None:
+    args = parse_arguments(arguments)
+    logging.disable()  # each model would tell its layers
+    try:
+        run(args)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def run(args) -> None:
+    """Measure, show each result when it is there, and print the table."""
+    rows = []
+
+    def show(new: list[dict]) -> None:
+        rows.extend(new)
+        gc.collect()
+        for row in new:
+            ratio = row["ratio"] if row["kind"] == SIZE else row["wall"]["ratio"]
+            print(f"{row['pair']}: {row['what']}: {ratio:.3f}", file=sys.stderr, flush=True)
+
+    for pair, (ours, theirs, measured) in PAIRS.items():
+        if args.pair is not None and pair not in args.pair:
+            continue
+        if args.short and args.measure is None:
+            measured = SHORT.get(pair, ())
+        measures = [name for name in measured if args.measure is None or name in args.measure]
+        if set(measures) & {"train", "optimizer", "memory", "checkpoint"}:
+            show(measure_training(pair, ours, theirs, measures, args))
+        if set(measures) & {"decode", "cache"}:
+            show(measure_decoding(pair, ours, theirs, measures, args))
+        if "peak" in measures:
+            show(measure_peak(pair, ours, theirs, args))
+    if args.pair is None:
+        for name, measure in (("import", measure_import), ("albert", measure_albert)):
+            if args.measure is None or name in args.measure:
+                show(measure(args))
+    table = format_table(rows, args)
+    print(table)
+    if args.out is not None:
+        Path(f"{args.out}.md").write_text(table, encoding="utf-8")
+        settings = {**vars(args), "torch": torch.__version__, "threads": torch.get_num_threads()}
+        text = json.dumps({"settings": settings, "rows": rows}, indent=1)
+        Path(f"{args.out}.json").write_text(f"{text}\n", encoding="utf-8")
+    if args.checkpoint is not None and (args.measure is None or "ctranslate2" in args.measure):
+        measure_ctranslate2(args)
+
+
+if __name__ == "__main__":
+    main()

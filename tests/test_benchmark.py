@@ -1,0 +1,101 @@
+"""The benchmark program: whose turn it is, what it divides, and that it measures what it says."""
+
+import json
+import sys
+
+import pytest
+from conftest import REPOSITORY
+
+sys.path.append(str(REPOSITORY / "scripts"))
+import benchmark
+
+SMALL = ["--layers", "4", "--sets", "2", "--width", "64", "--vocab-size", "50", "--turns", "2", "--batch", "2x4"]
+
+
+def parameters(vocabulary: int, width: int, encoder: int, decoder: int) -> int:
+    """One tied embedding, sinusoidal positions, Post-LN, an FFN four times as wide; so many layers of each kind."""
+    attention, norm = 4 * (width * width + width), 2 * width
+    ffn = 8 * width * width + 4 * width + width
+    return vocabulary * width + encoder * (attention + ffn + 2 * norm) + decoder * (2 * attention + ffn + 3 * norm)
+
+
+def test_turns_alternate():
+    order = []
+    times = benchmark.take_turns({name: lambda name=name: order.append(name) for name in "ab"}, 3)
+    assert [order[index : index + 2] for index in range(0, 8, 2)] == [["b", "a"], ["a", "b"], ["b", "a"], ["a", "b"]]
+    assert {name: len(turns) for name, turns in times.items()} == {"a": 3, "b": 3}
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(benchmark.TIME, (0.5, 0.375, 0.75)), (benchmark.SPEED, (2, 1.5, 3))])
+def test_a_ratio_is_that_of_a_turn(kind, expected):
+    """The machine was four times as slow in the last turn; that is in no ratio."""
+    ours = [{"wall": seconds, "cpu": 1.0} for seconds in (1.0, 1.0, 4.0)]
+    theirs = [{"wall": seconds, "cpu": 1.0} for seconds in (1.0, 4.0, 8.0)]
+    row = benchmark.compare("pair", "what", kind, {"ours": ours, "theirs": theirs})
+    assert (row["wall"]["ratio"], row["wall"]["low"], row["wall"]["high"]) == expected
+    assert row["cpu"]["ratio"] == 1 and row["wall_seconds"] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--decode", "8"], "--decode 8 must be sentences and a length of at least 2"),
+        (["--batch", "0x3"], "--batch 0x3 must be"),
+        (["--sets", "13"], "--sets 13 must be between 1 and --layers 12"),
+        (["--width", "100"], "--width 100 must be a multiple of 64"),
+        (["--turns", "1"], "--turns 1 must be at least 2"),
+        (["--measure", "ctranslate2"], "--measure ctranslate2 needs --checkpoint and --data"),
+        (["--data", "bin"], "--checkpoint and --data go together"),
+    ],
+)
+def test_wrong_arguments(words, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.parse_arguments(words)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_table_and_its_numbers(tmp_path, capsys):
+    """Sizes are those of the formula: 4 bytes for each of parameter, gradient and two moments."""
+    measures = ["train", "optimizer", "decode", "cache", "memory", "checkpoint"]
+    words = ["--pair", "same depth", "--measure", *measures, "--decode", "2x3", "--out", str(tmp_path / "found")]
+    benchmark.main([*SMALL, *words])
+    rows = {row["what"]: row for row in json.loads((tmp_path / "found.json").read_text("utf-8"))["rows"]}
+    assert [row.partition(",")[0] for row in rows] == [
+        *("training step", "optimizer step", "parameters", "checkpoint", "checkpoint with optimizer"),
+        *("loading the model", "decoding", "caches of the source in decoding"),
+    ]
+    assert rows["parameters, gradients and Adam"]["bytes"] == [
+        16 * parameters(50, 64, layers, layers) for layers in (2, 4)
+    ]
+    assert rows["caches of the source in decoding"]["ratio"] == 2 / 4
+    for what, row in rows.items():
+        if "turns" in row:
+            assert {len(turns) for turns in row["turns"].values()} == {2} and row["wall"]["ratio"] > 0, what
+    table = (tmp_path / "found.md").read_text("utf-8")
+    assert table.count("| same depth |") == len(rows) and table in capsys.readouterr().out
+
+
+def test_every_pair_has_the_models_that_it_names():
+    """Built without memory: depth, sharing and size."""
+    from fairseq_sharing.tools.model import build_without_memory, parse_architecture, sharing_of
+
+    args = benchmark.parse_arguments(SMALL)
+    expected = {  # name -> layers, sets of the decoder
+        **dict.fromkeys(("cycle_rev", "sequence", "cycle"), (4, 2)),
+        **{"stock": (4, 4), "none": (4, 4), "stock M": (2, 2), "universal": (2, 1), "cycle_rev deeper": (6, 2)},
+    }
+    assert {name for ours, theirs, _ in benchmark.PAIRS.values() for name in (ours, theirs)} == set(expected)
+    for name, (layers, sets) in expected.items():
+        model = build_without_memory(parse_architecture(*benchmark.flags_of(name, args)), 50, 50)
+        sharing = sharing_of(model.decoder.layers)
+        assert (len(sharing.assignment), len(set(sharing.owners))) == (layers, sets), name
+
+
+@pytest.mark.slow
+def test_import_and_albert(monkeypatch):
+    small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    monkeypatch.setattr(benchmark, "ALBERT", {**benchmark.ALBERT, **small, "vocab_size": 100})
+    args = benchmark.parse_arguments(["--turns", "2"])
+    assert [row["pair"] for row in benchmark.measure_albert(args)] == ["albert"] * 3
+    (row,) = benchmark.measure_import(args)
+    assert row["added_seconds"]["cpu"] == row["cpu_seconds"][0] - row["cpu_seconds"][1]
