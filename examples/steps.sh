@@ -2,12 +2,15 @@
 #
 # A script sets its variables, calls `begin NAME...` with the names of those that may not change between two calls with
 # the same RUN, and then `step NAME COMMAND...` for each thing to do. A step that came to its end is not done again; its
-# output is in $RUN/NAME.log, and what the line pattern SHOW matches is shown.
+# output is in $RUN/NAME.log, and what the line pattern SHOW matches is shown. With the variable dry_run set nothing is done
+# or written: each step's command is printed.
 set -euo pipefail
 
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONUNBUFFERED=1
+dry_run=${dry_run:-}
+NEEDS=${NEEDS:-fairseq sentencepiece} # modules of Python
 child= viewer=
-SHOW='train_inner|valid on|model params|parameter sets? \(|Loaded checkpoint|done training|Evaluated|Perplexity|rror:'
+SHOW='train_inner|valid on|model params|parameter sets? \(|residual scalings|Loaded checkpoint|done training|Evaluated|Perplexity|rror:'
 
 die() {
     printf '%s: %s\n' "$0" "$*" >&2
@@ -33,7 +36,8 @@ trap 'exit 129' HUP
 # begin NAME...: make the folder RUN, or refuse one that was made with other settings or with other contents.
 begin() {
     local name now before
-    for name in fairseq sentencepiece; do
+    if [ -n "$dry_run" ]; then return; fi
+    for name in $NEEDS; do
         python -c "import importlib.util as u, sys; sys.exit(u.find_spec('$name') is None)" 2>/dev/null ||
             die "the Python on PATH ($(command -v python || echo none)) has no $name: activate the environment first"
     done
@@ -56,11 +60,24 @@ begin() {
     fi
 }
 
+# need_space GIGABYTES FOLDER: refuse to begin where so much is not free; FOLDER need not be there yet.
+need_space() {
+    local folder=$2 free
+    while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
+    free=$(($(df -Pk "$folder" | awk 'NR == 2 { print $4 }') / 1000000))
+    [ "$free" -ge "$1" ] || die "$2 needs about $1 GB, and $free GB are free there"
+}
+
 # step NAME COMMAND...
 step() {
     local name=$1 log=$RUN/$1.log started=$SECONDS before failed=0
     shift
     printf '\n== %s\n' "$name"
+    if [ -n "$dry_run" ]; then
+        printf '%q ' "$@"
+        printf '\n'
+        return
+    fi
     if [ -e "$RUN/$name.done" ]; then
         grep -E "$SHOW" "$log" | tail -n 1 || true
         echo "already done: $log"

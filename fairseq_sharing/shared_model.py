@@ -97,8 +97,8 @@ def log_gradient_norms(trainer, samples: list) -> None:
     model = trainer.get_model()
     with metrics.aggregate(new_root=True):  # what the criterion logs is not this update's
         norms = measure_gradient_norms(model, model.STACKS, compute_loss)
-    for name, norm in norms.items():
-        metrics.log_scalar(f"gnorm_{name}", norm, priority=2000, round=4)
+    for name, norm in norms.items():  # not rounded: in deep Post-LN the lowest decoder layers have 1e-5 and less
+        metrics.log_scalar(f"gnorm_{name}", norm, priority=2000)
 
 
 def share_stack(layers, args, stack: str) -> None:

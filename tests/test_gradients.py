@@ -70,6 +70,7 @@ def test_training_logs_them_and_is_not_changed(data, tmp_path):
     for line in lines:
         norms = [float(line[f"gnorm_{stack}_{index}"]) for stack in ("encoder", "decoder") for index in range(4)]
         assert min(norms) > 0 and len(set(norms)) == 8
+        assert any(norm != round(norm, 4) for norm in norms)  # a norm that vanishes is not written as 0
         # Norms of parts of the gradient: none can be far above the whole, whose parts may cancel.
         assert max(norms) < 10 * float(line["gnorm"])
     assert list((tmp_path / "tensorboard" / "train_inner").iterdir())

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Train deep Post-LN stacks with and without scaled residual connections (Admin), and Pre-LN beside them, on one CPU
+# thread, one after another with the same data, seed and learning rate.
+#
+#   examples/translation/deep.sh
+#   LAYERS="12 18" SEEDS="1 2 3" LRS="0.002 0.008" examples/translation/deep.sh
+#
+# Stopped by Ctrl-C or otherwise, the same command goes on from the last saved model; a finished training is not done
+# again. More LAYERS, SEEDS, LRS and SYSTEMS may be asked for in a later call with the same RUN.
+LAYERS=${LAYERS:-12}                                # N of each stack; several with spaces between them, like the next three
+SEEDS=${SEEDS:-1}
+LRS=${LRS:-0.002}                                   # the highest learning rate, reached after WARMUP updates
+SYSTEMS=${SYSTEMS:-none admin admin-static pre-ln}  # --residual-scaling of Post-LN; or Pre-LN
+ARCH=${ARCH:-transformer_shared_cycle_rev}
+UNIQUE=${UNIQUE:-6} # M
+EMBED=${EMBED:-64}
+FFN=${FFN:-256}
+HEADS=${HEADS:-4}
+VOCAB=${VOCAB:-2000}           # SentencePiece pieces for both languages together
+MAX_PIECES=${MAX_PIECES:-48}   # longer training sentences are left out
+UPDATES=${UPDATES:-400}        # training length
+WARMUP=${WARMUP:-64}           # the recipe's share of training: 8,000 of 50,000 updates
+MAX_TOKENS=${MAX_TOKENS:-1000} # tokens per update
+DROPOUT=${DROPOUT:-0}
+LOG_INTERVAL=${LOG_INTERVAL:-20} # updates between two lines of the log
+VALIDATE=${VALIDATE:-100}       # updates between two validations, each of which saves the model
+RUN=${RUN:-deep-run}           # folder for everything that is written
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+repo=$(cd "$here/../.." && pwd)
+DATA=${DATA:-$here/data}
+# shellcheck source=../steps.sh
+source "$here/../steps.sh"
+export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
+
+begin ARCH UNIQUE EMBED FFN HEADS VOCAB MAX_PIECES UPDATES WARMUP MAX_TOKENS DROPOUT LOG_INTERVAL VALIDATE DATA
+[ -e "$RUN/prepare.done" ] || rm -rf "$RUN/data"
+SHOW='pairs|rror' step prepare python "$repo/scripts/prepare_translation.py" -s en -t de --out "$RUN/data" \
+    --train "$DATA/train.en.xz" "$DATA/train.de.xz" --valid "$DATA/valid.en.xz" "$DATA/valid.de.xz" \
+    --test "$DATA/test.en.xz" "$DATA/test.de.xz" --vocab-size "$VOCAB" --max-pieces "$MAX_PIECES"
+sharing=()
+case $ARCH in transformer_shared_*) sharing=(--encoder-unique-layers "$UNIQUE" --decoder-unique-layers "$UNIQUE") ;; esac
+for layers in $LAYERS; do
+    for lr in $LRS; do
+        for seed in $SEEDS; do
+            for system in $SYSTEMS; do
+                name=$system-layers$layers-lr$lr-updates$UPDATES-seed$seed
+                case $system in
+                    pre-ln) residual=(--encoder-normalize-before --decoder-normalize-before) ;;
+                    *) residual=(--residual-scaling "$system") ;;
+                esac
+                SHOW='valid_loss|residual scalings|Loaded checkpoint|rror:' \
+                    step "$name" python -m fairseq_cli.train "$RUN/data/bin" --user-dir "$repo/fairseq_sharing" \
+                    --task translation -s en -t de --arch "$ARCH" --share-all-embeddings \
+                    --encoder-layers "$layers" --decoder-layers "$layers" ${sharing[@]+"${sharing[@]}"} \
+                    --encoder-embed-dim "$EMBED" --decoder-embed-dim "$EMBED" \
+                    --encoder-ffn-embed-dim "$FFN" --decoder-ffn-embed-dim "$FFN" \
+                    --encoder-attention-heads "$HEADS" --decoder-attention-heads "$HEADS" \
+                    "${residual[@]}" --dropout "$DROPOUT" \
+                    --criterion label_smoothed_cross_entropy --label-smoothing 0.1 \
+                    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0 \
+                    --lr "$lr" --lr-scheduler inverse_sqrt --warmup-updates "$WARMUP" --warmup-init-lr 1e-07 \
+                    --max-tokens "$MAX_TOKENS" --required-batch-size-multiple 1 --max-update "$UPDATES" \
+                    --seed "$seed" --cpu --num-workers 0 --log-layer-gradient-norms \
+                    --save-dir "$RUN/$name" --no-epoch-checkpoints --keep-interval-updates 1 \
+                    --save-interval-updates "$VALIDATE" --validate-interval 1000000 --save-interval 1000000 \
+                    --log-format json --log-interval "$LOG_INTERVAL"
+                # What the table and the pictures are made of: no paths, no configuration.
+                grep -E '\{"epoch"|residual scalings measured|parameter sets? \(' "$RUN/$name.log" |
+                    xz -9e >"$RUN/$name.log.xz"
+            done
+        done
+    done
+done
