@@ -38,7 +38,7 @@ repo=$(cd "$here/../.." && pwd)
 source "$here/../steps.sh"
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 
-python -c "import sklearn" 2>/dev/null || die "the Python on PATH has no sklearn: activate the environment first"
+NEEDS="fairseq sentencepiece sklearn"
 for set in $SETS; do
     [[ $set =~ ^(novels|reviews)$ ]] || die "SETS=$SETS names $set: there are novels and reviews"
 done
