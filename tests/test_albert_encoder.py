@@ -513,10 +513,14 @@ def text(tmp_path_factory):
     script = [sys.executable, REPOSITORY / "examples" / "masked_lm" / "prepare.py"]
     arguments = ["--out", folder, "--vocabulary", "400", "--most-lines", "500", "--review-copies", "1"]
     subprocess.run([*script, *arguments], check=True, capture_output=True)
-    for name, destination in (("text", "bin"), ("input0", "reviews/input0"), ("label", "reviews/label")):
-        dictionary = ["--srcdict", folder / "bin" / "dict.txt"] if name == "input0" else []
-        valid = f"{folder}/valid.{name}" + (f",{folder}/valid1.text" if name == "text" else "")
-        prefixes = ["--trainpref", folder / f"train.{name}", "--validpref", valid]
+    for before, after, destination in (
+        ("", "text", "bin"),
+        ("reviews.", "input0", "reviews/input0"),
+        ("reviews.", "label", "reviews/label"),
+    ):
+        dictionary = ["--srcdict", folder / "bin" / "dict.txt"] if after == "input0" else []
+        valid = f"{folder}/{before}valid.{after}" + (f",{folder}/valid1.text" if after == "text" else "")
+        prefixes = ["--trainpref", folder / f"{before}train.{after}", "--validpref", valid]
         run(["fairseq-preprocess", "--only-source", *prefixes, "--destdir", folder / destination, *dictionary])
     return folder
 
@@ -642,8 +646,8 @@ def test_pretrain_resume_finetune_and_use(text, tmp_path, capsys):
         sentencepiece_model=str(text / "spm.model"),
     ).eval()
     dictionary, classes = classifier.task.source_dictionary, classifier.task.label_dictionary
-    right, labels = 0, (text / "valid.label").read_text("utf-8").split()
-    for pieces, label in zip((text / "valid.input0").read_text("utf-8").splitlines(), labels, strict=True):
+    right, labels = 0, (text / "reviews.valid.label").read_text("utf-8").split()
+    for pieces, label in zip((text / "reviews.valid.input0").read_text("utf-8").splitlines(), labels, strict=True):
         tokens = dictionary.encode_line(f"<s> {pieces}", add_if_not_exist=False).long()
         guess = classifier.predict("sentence_classification_head", tokens).argmax() + classes.nspecial
         right += classes[int(guess)] == label

@@ -126,7 +126,8 @@ def masked(tmp_path_factory):
     reviews = folder / "reviews"
     for part in ("input0", "label"):
         dictionary = ["--srcdict", binary / "dict.txt"] if part == "input0" else []
-        prefixes = ["--trainpref", folder / f"train.{part}", "--validpref", folder / f"valid.{part}"]
+        prefixes = ["--trainpref", folder / f"reviews.train.{part}"]
+        prefixes += ["--validpref", folder / f"reviews.valid.{part}"]
         run(["fairseq-preprocess", "--only-source", *prefixes, "--destdir", reviews / part, *dictionary])
     common = [
         *("--user-dir", PLUGIN, "--arch", "albert_encoder", *ALBERT, "--encoder-unique-layers", "2", "--cpu", *QUICK),
@@ -156,7 +157,7 @@ def masked(tmp_path_factory):
         data=binary,
         reviews=reviews,
         spm=folder / "spm.model",
-        texts=(folder / "valid.input0").read_text("utf-8").splitlines(),
+        texts=(folder / "reviews.valid.input0").read_text("utf-8").splitlines(),
         flags=[*classify, *common],
     )
 

@@ -1,9 +1,12 @@
 """The masked-LM example: what its data script writes, how it chooses, and its whole run."""
 
+import itertools
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
@@ -19,16 +22,15 @@ def log_line(epoch: int, part: str, accuracy: float) -> str:
 
 
 def write_run(folder, rate: str, seed: int, *epochs: tuple[float, float], done: bool = True):
-    folder = folder / f"rate{rate}-seed{seed}"
-    folder.mkdir(parents=True)
+    name = f"tune-novels-pretrained-{rate}-seed{seed}"
     lines = (
         log_line(epoch, part, accuracy)
         for epoch, pair in enumerate(epochs, 1)
         for part, accuracy in zip(("valid", "test"), pair, strict=True)
     )
-    (folder / "train.log").write_text("".join(lines), encoding="utf-8")
+    (folder / f"{name}.log").write_text("".join(lines), encoding="utf-8")
     if done:
-        (folder / "done").touch()
+        (folder / f"{name}.done").touch()
 
 
 def test_choices_are_made_on_valid_only(tmp_path):
@@ -36,7 +38,8 @@ def test_choices_are_made_on_valid_only(tmp_path):
     write_run(tmp_path, "3e-4", 1, (73, 97))
     write_run(tmp_path, "1e-3", 2, (71, 62))
     write_run(tmp_path, "3e-4", 2, (99, 99), done=False)
-    runs = compare.read_runs(tmp_path)
+    (tmp_path / "tune-novels-unpretrained-1e-3-seed3.done").touch()
+    runs = compare.read_runs(tmp_path, "novels", "pretrained")
     assert runs == {"1e-3": {1: (75, 60), 2: (71, 62)}, "3e-4": {1: (73, 97)}}
     assert compare.best_rate(runs) == "1e-3"
     assert compare.mean_and_spread([60.0, 62.0]) == "61.0 ± 1.4"
@@ -55,44 +58,83 @@ def test_a_resumed_epoch_counts_once_and_an_unfinished_one_not(tmp_path):
 
 
 def test_a_run_without_results_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["compare.py", "--run", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--run", str(tmp_path), "--set", "novels"])
+    (tmp_path / "novels.train.label").write_text("emma\n", encoding="utf-8")
     with pytest.raises(SystemExit, match="2"):
         compare.main()
     assert f"--run {tmp_path}: no seed was run with every learning rate" in capsys.readouterr().err
 
 
-def test_reviews_of_valid_and_test_are_not_in_the_text_for_pretraining():
-    parts = {part: set(prepare.read_reviews(part, None)[1]) for part in prepare.SPLITS}
-    assert all(len(reviews) >= 1000 for reviews in parts.values())
-    trained = parts["train"].union(prepare.read_help("train", None))
-    assert not trained & parts["valid"] and not trained & parts["test"]
+def test_what_is_tested_with_is_not_in_the_text_for_pretraining():
+    trained = {*prepare.read_sentences("train"), *prepare.read_reviews("train", None)[1]}
+    for name in ("novels", "reviews"):
+        parts = prepare.read_labelled(name, 1000)
+        assert set(parts["train"][1]) <= trained
+        for part in ("valid", "test"):
+            sentences = parts[part][1]
+            assert len(sentences) >= 1000
+            # Both books say "what do you mean by that?" more than once.
+            assert sum(sentence in trained for sentence in sentences) <= 0.005 * len(sentences)
+
+
+def test_novels_are_told_apart_where_they_begin_and_end():
+    """The people of a book are named in its lines, in each part, and hardly in those of another."""
+    people = {
+        "moby-dick": ("ahab", "queequeg", "starbuck", "stubb"),
+        "emma": ("emma", "knightley", "harriet", "elton"),
+        "mansfield-park": ("rushworth", "edmund", "crawford", "bertram"),
+        "pride-and-prejudice": ("darcy", "bingley", "wickham", "bennet"),
+        "sense-and-sensibility": ("elinor", "marianne", "willoughby", "dashwood"),
+    }
+    assert list(people) == list(prepare.NOVELS)
+    for part in prepare.SPLITS:
+        novels, sentences = prepare.read_novels(part, None)
+        named = Counter(
+            (novel, other)
+            for novel, sentence in zip(novels, sentences, strict=True)
+            for other, names in people.items()
+            if any(re.search(rf"\b{name}\b", sentence) for name in names)
+        )
+        for novel, other in itertools.product(people, repeat=2):
+            if novel == other:
+                assert named[novel, novel] >= 0.05 * novels.count(novel)
+            else:
+                assert named[novel, other] <= 1
 
 
 def test_bag_of_words_beats_the_majority():
-    reviews = {part: prepare.read_reviews(part, 500) for part in prepare.SPLITS}
-    assert [len(labels) for labels, _ in reviews.values()] == [500] * 3
-    name, valid, _ = compare.best_bag_of_words(reviews)
+    parts = prepare.read_labelled("reviews", 500)
+    assert [len(labels) for labels, _ in parts.values()] == [500, 1014, 1003]
+    name, valid, _ = compare.best_bag_of_words(parts)
     assert re.match("naive Bayes|logistic regression|linear SVM", name)
-    assert valid > compare.majority(reviews["valid"][0]) + 5
+    assert valid > compare.majority(parts["valid"][0]) + 5
     assert compare.majority(["1", "0", "0", "0"]) == 75
 
 
 @pytest.mark.slow
 def test_the_run_learns_and_beats_the_majority(tmp_path):
     """The whole script, shortened: 1.5 bits below the unigram entropy, then better than guessing one class."""
-    settings = {"RUN": str(tmp_path / "run"), "UPDATES": "2500", "TUNE_EPOCHS": "4", "SEEDS": "1"}
-    done = subprocess.run(
-        [EXAMPLE / "run.sh"], env={**os.environ, **settings}, capture_output=True, text=True, check=False
-    )
+    settings = {"RUN": tmp_path / "run", "UPDATES": 4000, "SETS": "novels", "TUNE_RATES": "1e-3", "SEEDS": "1"}
+    paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join(paths),
+        **{name: str(value) for name, value in settings.items()},
+    }
+
+    def run():
+        return subprocess.run([EXAMPLE / "run.sh"], env=environment, capture_output=True, text=True, check=False)
+
+    done = run()
     assert done.returncode == 0, done.stderr[-2000:]
     entropy = float(re.search(r"^valid: .* entropy ([\d.]+)", done.stdout, re.MULTILINE).group(1))
-    loss = float(re.findall(r"valid on 'valid' subset \| loss ([\d.]+)", done.stdout.split("== 3/4")[0])[-1])
+    pretraining = done.stdout.split("== pretrain")[1].split("== tune")[0]
+    loss = float(re.findall(r"valid on 'valid' subset \| loss ([\d.]+)", pretraining)[-1])
     assert loss < entropy - 1.5
-    table = done.stdout.split("== 4/4")[1]
+    table = done.stdout[done.stdout.index("novels: 1,000 labelled sentences, 5 classes") :]
     accuracy = float(re.search(r"albert_encoder, pretrained +1e-3 +[\d.]+ +([\d.]+)", table).group(1))
     majority = float(re.search(r"majority class +[\d.]+ +([\d.]+)", table).group(1))
     assert accuracy > majority + 5
-    again = subprocess.run(
-        [EXAMPLE / "run.sh"], env={**os.environ, **settings}, capture_output=True, text=True, check=True
-    )
-    assert again.stdout.split("== 4/4")[1] == table and "train_inner" not in again.stdout  # nothing is done twice
+    again = run()
+    assert again.stdout.endswith(table) and "train_inner" not in again.stdout.replace(pretraining, "")
+    assert all(line.startswith("already done") for line in re.findall("already.*", again.stdout))

@@ -1,9 +1,9 @@
 """Print what run.sh found: the accuracy of the fine-tuned models beside the majority class and bag-of-words models.
 
-Every choice (epoch, learning rate, bag of words) is made on the validation reviews; the test reviews are only reported.
+Every choice (epoch, learning rate, bag of words) is made on the validation part; the test part is only reported.
 
 Example:
-    python examples/masked_lm/compare.py --run masked-lm
+    python examples/masked_lm/compare.py --run masked-lm --set novels --set reviews
 """
 
 import argparse
@@ -11,7 +11,7 @@ import re
 import statistics
 from pathlib import Path
 
-from prepare import choose, read_reviews
+from prepare import read_labelled
 from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import MultinomialNB
@@ -19,6 +19,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.svm import LinearSVC
 from tabulate import tabulate
 
+STARTS = ("unpretrained", "pretrained")
 LINE = re.compile(r"epoch (\d+) \| valid on '(valid|test)' subset .*\| accuracy ([\d.]+)")
 
 
@@ -34,12 +35,12 @@ def read_accuracy(log: Path) -> tuple[float, float] | None:
     return max(complete, key=lambda pair: pair[0], default=None)
 
 
-def read_runs(folder: Path) -> dict[str, dict[int, tuple[float, float]]]:
-    """Return (valid, test) of each finished run of one kind of start, by learning rate and seed."""
+def read_runs(run: Path, name: str, start: str) -> dict[str, dict[int, tuple[float, float]]]:
+    """Return (valid, test) of each finished run of one set and start, by learning rate and seed."""
     runs: dict[str, dict[int, tuple[float, float]]] = {}
-    for done in sorted(folder.glob("rate*-seed*/done")):
-        rate, seed = re.fullmatch("rate(.+)-seed(.+)", done.parent.name).groups()
-        accuracy = read_accuracy(done.parent / "train.log")
+    for done in sorted(run.glob(f"tune-{name}-{start}-*-seed*.done")):
+        rate, seed = re.fullmatch(f"tune-{name}-{start}-(.+)-seed(.+)", done.stem).groups()
+        accuracy = read_accuracy(done.with_suffix(".log"))
         if accuracy is not None:
             runs.setdefault(rate, {})[int(seed)] = accuracy
     return runs
@@ -70,12 +71,12 @@ def bags_of_words():
             yield f"linear SVM C={strength}, TF-IDF of {words}", make_pipeline(features, LinearSVC(C=strength))
 
 
-def best_bag_of_words(reviews: dict[str, tuple[list[str], list[str]]]) -> tuple[str, float, float]:
+def best_bag_of_words(parts: dict[str, tuple[list[str], list[str]]]) -> tuple[str, float, float]:
     """Return name, validation and test accuracy (percent) of the pipeline that is best on validation."""
     tried = []
     for name, pipeline in bags_of_words():
-        pipeline.fit(reviews["train"][1], reviews["train"][0])
-        valid, test = (100 * pipeline.score(reviews[part][1], reviews[part][0]) for part in ("valid", "test"))
+        pipeline.fit(parts["train"][1], parts["train"][0])
+        valid, test = (100 * pipeline.score(parts[part][1], parts[part][0]) for part in ("valid", "test"))
         tried.append((name, valid, test))
     return max(tried, key=lambda row: row[1])
 
@@ -91,38 +92,46 @@ def mean_and_spread(values) -> str:
     return f"{statistics.mean(values):.1f}{spread}"
 
 
+def format_table(run: Path, name: str) -> str:
+    """Return the table of one set, after a line for each learning rate that was not chosen.
+
+    Raises:
+        ValueError: no seed was run with every learning rate.
+    """
+    labelled = len((run / f"{name}.train.label").read_text("utf-8").splitlines())
+    parts = read_labelled(name, labelled)
+    lines = [f"{name}: {labelled:,} labelled sentences, {len(set(parts['train'][0]))} classes"]
+    rows = [("majority class", "", *(f"{majority(parts[part][0]):.1f}" for part in ("valid", "test")), "")]
+    for start in STARTS:
+        runs = read_runs(run, name, start)
+        chosen = best_rate(runs)
+        for other in sorted(runs.keys() - {chosen}, key=float):
+            seed, (valid, _) = min(runs[other].items())
+            lines.append(f"{start}, learning rate {other}, seed {seed}: {valid:.1f} on valid, not chosen")
+        valid, test = zip(*(accuracy for _, accuracy in sorted(runs[chosen].items())), strict=True)
+        by_seed = " ".join(f"{value:.1f}" for value in test)
+        rows.append((f"albert_encoder, {start}", chosen, mean_and_spread(valid), mean_and_spread(test), by_seed))
+    best, valid, test = best_bag_of_words(parts)
+    rows.append((best, "", f"{valid:.1f}", f"{test:.1f}", ""))
+    table = tabulate(rows, headers=("", "rate", "valid", "test", "test, by seed"), disable_numparse=True)
+    return "\n".join([*lines, table])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="the RUN of run.sh")
     parser.add_argument(
-        "--best-rate", choices=["unpretrained", "pretrained"], help="only print the learning rate chosen for this start"
+        "--set", choices=["novels", "reviews"], action="append", required=True, help="a set that was fine-tuned on"
     )
+    parser.add_argument("--best-rate", choices=STARTS, help="only print the learning rate chosen for this start")
     args = parser.parse_args()
-    runs = {start: read_runs(args.run / "tuned" / start) for start in ("unpretrained", "pretrained")}
-    wanted = [args.best_rate] if args.best_rate else list(runs)
     try:
-        rates = {start: best_rate(runs[start]) for start in wanted}
+        if args.best_rate:
+            print(*(best_rate(read_runs(args.run, name, args.best_rate)) for name in args.set))
+        else:
+            print("\n\n".join(format_table(args.run, name) for name in args.set))
     except ValueError as error:
         parser.error(f"--run {args.run}: {error}")
-    if args.best_rate:
-        print(rates[args.best_rate])
-        return
-
-    reviews = {part: read_reviews(part, None) for part in ("train", "valid", "test")}
-    labelled = len((args.run / "train.label").read_text("utf-8").splitlines())
-    reviews["train"] = tuple(choose(part, labelled) for part in reviews["train"])
-    rows = [("majority class", "", *(f"{majority(reviews[part][0]):.1f}" for part in ("valid", "test")), "")]
-    for start, rate in rates.items():
-        for other in sorted(runs[start], key=float):
-            if other != rate:
-                seed, (valid, _) = min(runs[start][other].items())
-                print(f"{start}, learning rate {other}, seed {seed}: {valid:.1f} on valid, not chosen")
-        valid, test = zip(*(accuracy for _, accuracy in sorted(runs[start][rate].items())), strict=True)
-        by_seed = " ".join(f"{value:.1f}" for value in test)
-        rows.append((f"albert_encoder, {start}", rate, mean_and_spread(valid), mean_and_spread(test), by_seed))
-    name, valid, test = best_bag_of_words(reviews)
-    rows.append((name, "", f"{valid:.1f}", f"{test:.1f}", ""))
-    print(tabulate(rows, headers=("", "rate", "valid", "test", "test, by seed"), disable_numparse=True))
 
 
 if __name__ == "__main__":
