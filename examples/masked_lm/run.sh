@@ -28,7 +28,7 @@ LABELLED_REVIEWS=${LABELLED_REVIEWS:-2000}         # of 8,024
 EPOCHS_NOVELS=${EPOCHS_NOVELS:-12}                 # epochs of fine-tuning
 EPOCHS_REVIEWS=${EPOCHS_REVIEWS:-6}
 TUNE_BATCH=${TUNE_BATCH:-16}                       # sentences per update
-TUNE_RATES=${TUNE_RATES:-5e-4 1e-3 2e-3}           # learning rates: each is tried with the first seed, the best on valid
+TUNE_RATES=${TUNE_RATES:-1e-3 2e-3}                # learning rates: each is tried with the first seed, the best on valid
 SEEDS=${SEEDS:-1 2 3}                              # is taken for all of these, over which the table averages
 RUN=${RUN:-masked-lm}                              # folder for everything that is written
 
