@@ -115,7 +115,7 @@ def test_deep_trains_every_system_and_tabulates_them(tmp_path):
     assert all(str(tmp_path).encode() not in lzma.decompress(log.read_bytes()) for log in logs)  # they are published
     command = [sys.executable, WMT.with_name("deep.py"), *logs, "--out", tmp_path / "deep.png"]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert [line.split("|")[3].strip() for line in table.splitlines()[2:]] == [
+    assert [line.split("|")[5].strip() for line in table.splitlines()[2:]] == [
         *("Post-LN", "Post-LN, admin", "Post-LN, admin-static", "Pre-LN")
     ]
     assert (tmp_path / "deep.png").stat().st_size > 5000

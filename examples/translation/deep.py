@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 NAME = re.compile(
-    r"(?P<system>.+)-layers(?P<layers>\d+)-lr(?P<lr>[\d.e-]+)-updates(?P<updates>\d+)-seed(?P<seed>\d+)\.log(\.xz)?"
+    r"(?P<system>.+)-layers(?P<layers>\d+)-lr(?P<lr>[\d.e-]+)-updates(?P<length>\d+)-tokens(?P<tokens>\d+)"
+    r"-seed(?P<seed>\d+)\.log(\.xz)?"
 )
 RECORD = re.compile(r'\{"epoch": .*\}\s*$')
 # System -> what the table calls it, colour (Okabe and Ito's) and dashes.
@@ -35,6 +36,7 @@ class Run:
         layers: N of each stack.
         lr: the highest learning rate.
         length: updates that were asked for.
+        tokens: in an update, at most.
         seed: of fairseq-train.
         training: (updates, loss, gradient norm) of each log interval; loss in bits per token, without smoothing.
         valid: (updates, loss) of each validation, in bits per token.
@@ -45,10 +47,16 @@ class Run:
     layers: int
     lr: float
     length: int
+    tokens: int
     seed: int
     training: list[tuple[int, float, float]] = field(default_factory=list)
     valid: list[tuple[int, float]] = field(default_factory=list)
     ends: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def setting(self) -> tuple[int, int, float, int]:
+        """What all systems have in common: layers, tokens, learning rate, updates."""
+        return self.layers, self.tokens, self.lr, self.length
 
 
 def read_run(path: Path) -> Run:
@@ -60,7 +68,8 @@ def read_run(path: Path) -> Run:
     name = NAME.fullmatch(path.name)
     if not name or name["system"] not in SYSTEMS:
         raise ValueError(f"{path} is not named as deep.sh names its logs")
-    run = Run(name["system"], int(name["layers"]), float(name["lr"]), int(name["updates"]), int(name["seed"]))
+    numbers = {key: int(name[key]) for key in ("layers", "length", "tokens", "seed")}
+    run = Run(name["system"], lr=float(name["lr"]), **numbers)
     try:
         with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as file:
             lines = file.readlines()
@@ -87,22 +96,23 @@ def read_run(path: Path) -> Run:
 def format_table(runs: list[Run]) -> str:
     """Return the end of each training, and its median gradient norms, as Markdown: mean and range over seeds."""
     groups = {}
-    for run in sorted(runs, key=lambda run: (run.layers, run.lr, run.length, list(SYSTEMS).index(run.system))):
-        groups.setdefault((run.layers, run.lr, run.length, run.system), []).append(run)
+    for run in sorted(runs, key=lambda run: (*run.setting, list(SYSTEMS).index(run.system))):
+        groups.setdefault((*run.setting, run.system), []).append(run)
     lines = [
-        "| layers | learning rate | system | seeds | updates | training loss | validation loss | perplexity "
+        "| layers | tokens | learning rate | updates | system | seeds | training loss | validation loss | perplexity "
         "| gradient norm | of the first decoder layer | of the last |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for (layers, lr, length, system), group in groups.items():
+    for (layers, tokens, lr, length, system), group in groups.items():
         valid = [run.valid[-1][1] for run in group]
         first, last = ([statistics.median(norms[end] for norms in run.ends) for run in group] for end in (0, 1))
         cells = [
             f"{layers} + {layers}",
+            f"{tokens:,}",
             f"{lr:g}",
+            f"{length:,}",
             SYSTEMS[system][0],
             str(len(group)),
-            f"{length:,}",
             spread([run.training[-1][1] for run in group]),
             spread(valid),
             spread([2**loss for loss in valid], 0),
@@ -132,7 +142,7 @@ def draw(runs: list[Run], out: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    columns = sorted({(run.layers, run.lr, run.length) for run in runs})
+    columns = sorted({run.setting for run in runs})
     with pyplot.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = pyplot.subplots(
             2,
@@ -143,15 +153,16 @@ def draw(runs: list[Run], out: Path) -> None:
             sharey="row",
             squeeze=False,
         )
-        for (above, below), (layers, lr, length) in zip(axes.T, columns, strict=True):
+        for (above, below), setting in zip(axes.T, columns, strict=True):
             for run in runs:
-                if (run.layers, run.lr, run.length) != (layers, lr, length):
+                if run.setting != setting:
                     continue
                 label, color, dashes = SYSTEMS[run.system]
                 updates, losses, norms = zip(*run.training, strict=True)
                 for axis, values in ((above, losses), (below, norms)):
                     axis.plot(updates, values, color=color, linestyle=dashes, linewidth=1.4, label=label)
-            above.set_title(f"{layers} + {layers} layers, lr {lr:g},\n{length:,} updates", fontsize=9)
+            layers, tokens, lr, length = setting
+            above.set_title(f"{layers} + {layers} layers, lr {lr:g},\n{length:,} x {tokens:,} tokens", fontsize=9)
             below.set_yscale("log")
             below.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             below.yaxis.set_minor_locator(NullLocator())
@@ -172,7 +183,7 @@ def draw(runs: list[Run], out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "logs", nargs="+", type=Path, metavar="LOG", help="SYSTEM-layersN-lrLR-updatesU-seedS.log, or .log.xz"
+        "logs", nargs="+", type=Path, metavar="LOG", help="SYSTEM-layersN-lrLR-updatesU-tokensT-seedS.log, or .log.xz"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="picture to write; without it, only the table")
     args = parser.parse_args()

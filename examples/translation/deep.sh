@@ -44,7 +44,7 @@ for layers in $LAYERS; do
     for lr in $LRS; do
         for seed in $SEEDS; do
             for system in $SYSTEMS; do
-                name=$system-layers$layers-lr$lr-updates$UPDATES-seed$seed
+                name=$system-layers$layers-lr$lr-updates$UPDATES-tokens$MAX_TOKENS-seed$seed
                 case $system in
                     pre-ln) residual=(--encoder-normalize-before --decoder-normalize-before) ;;
                     *) residual=(--residual-scaling "$system") ;;
