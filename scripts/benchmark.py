@@ -1,8 +1,9 @@
 """Hold models that share layers against fairseq's own, Universal and Hugging Face's ALBERT: time, memory, files.
 
-Two models are in one process and take turns, so that whatever else the machine does meets both; every ratio is that of
-one turn, and the table gives the median of the turns and their quartiles. Times are those of the clock and, on the CPU,
-of the processor, which other work disturbs less. Weights and symbols are random: all beams run to the full length.
+Two models, each in a process of its own, take turns, so that whatever else the machine does meets both; every ratio is
+that of one turn, and the table gives the median of the turns and their quartiles. Times are those of the clock and, on
+the CPU, of the processor, which other work disturbs less. Weights and symbols are random: all beams run to the full
+length.
 
     python scripts/benchmark.py --short                       the table in a few minutes
     python scripts/benchmark.py --out results                 everything; results.json and results.md
@@ -14,7 +15,8 @@ For the CPU set OMP_NUM_THREADS, 1 unless the machine has nothing else to do.
 """
 
 import argparse
-import gc
+import contextlib
+import importlib.util
 import itertools
 import json
 import logging
@@ -26,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -61,6 +64,7 @@ ALBERT = {  # the base size, in transformers' words
     **{"vocab_size": 30000, "num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072},
     **{"num_attention_heads": 12, "num_hidden_groups": 1},
 }
+ALBERT_LENGTH = 128
 TIME, SPEED, SIZE = "time", "speed", "size"
 
 
@@ -160,30 +164,64 @@ def sizes(text: str) -> list[int]:
 # --- taking turns ---
 
 
-def take_turns(tasks: dict, turns: int, device: str = "cpu") -> dict[str, list[dict[str, float]]]:
+class Process:
+    """An object in a process of its own: no model meets what another one has left in the allocator or in caches."""
+
+    def __init__(self, kind: type, *arguments):
+        self.pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        self.pool.submit(host, kind, arguments).result()
+
+    def call(self, method: str, *arguments):
+        """Return what a method of the object returns."""
+        return self.pool.submit(call_hosted, method, arguments).result()
+
+    def time(self, method: str, device: str = "cpu") -> dict[str, float]:
+        """Return how long a method takes, in seconds of the clock and of the process."""
+        return self.pool.submit(time_hosted, method, device).result()
+
+    def close(self) -> None:
+        """End the process, and give back its memory."""
+        self.pool.shutdown()
+
+
+def host(kind: type, arguments: tuple) -> None:
+    """Make the object of this process."""
+    global hosted
+    logging.disable()  # each model would tell its layers
+    hosted = kind(*arguments)
+
+
+def call_hosted(method: str, arguments: tuple):
+    return getattr(hosted, method)(*arguments)
+
+
+def time_hosted(method: str, device: str) -> dict[str, float]:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    clock, process = time.perf_counter(), time.process_time()
+    getattr(hosted, method)()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return {"wall": time.perf_counter() - clock, "cpu": time.process_time() - process}
+
+
+def take_turns(tasks: dict, turns: int) -> dict[str, list[dict[str, float]]]:
     """Run each of the tasks so often, in turn; another one is first each time.
 
     Args:
-        tasks: name -> a function without arguments.
+        tasks: name -> a function without arguments that returns how long it took.
         turns: of each; one more before them warms up.
-        device: on a GPU the time ends when it has finished.
 
     Returns:
-        name -> for each turn, seconds of the clock and of this process.
+        name -> for each turn, seconds of the clock and of the process.
     """
     found = {name: [] for name in tasks}
     for turn in range(-1, turns):
         names = list(tasks)
-        names = names[turn % len(names) :] + names[: turn % len(names)]
-        for name in names:
-            if device == "cuda":
-                torch.cuda.synchronize()
-            clock, process = time.perf_counter(), time.process_time()
-            tasks[name]()
-            if device == "cuda":
-                torch.cuda.synchronize()
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            taken = tasks[name]()
             if turn >= 0:
-                found[name].append({"wall": time.perf_counter() - clock, "cpu": time.process_time() - process})
+                found[name].append(taken)
     return found
 
 
@@ -230,11 +268,14 @@ class Training:
     """A model in training, with fairseq's criterion and optimizer."""
 
     def __init__(self, name: str, args):
+        self.device = args.device
         self.model = build(name, args).train()
         self.sample = random_batch(*sizes(args.batch), args)
         task = filler_task(args.vocab_size, args.vocab_size)
         self.criterion = LabelSmoothedCrossEntropyCriterion(task, sentence_avg=False, label_smoothing=0.1)
         self.optimizer = Adam(self.model.parameters(), lr=1e-5)
+        self.run()
+        self.update()
 
     def run(self) -> None:
         """Run forward and backward."""
@@ -255,111 +296,186 @@ class Training:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return sum(tensor.nbytes for tensor in (*parameters, *gradients, *moments))
 
+    def peak_bytes(self) -> int:
+        """Return the most bytes that the process, or on a GPU torch, has held; two updates are enough to get there."""
+        for _ in range(2):
+            self.run()
+            self.update()
+        if self.device == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def save(self, path: Path, with_optimizer: bool) -> int:
+        """Write a checkpoint and return its bytes; `load` reads the last one."""
+        state = {"model": self.model.state_dict()}
+        if with_optimizer:
+            state["last_optimizer_state"] = self.optimizer.state_dict()
+        torch.save(state, path)
+        self.path = path
+        return path.stat().st_size
+
+    def load(self) -> None:
+        """Load the model from the checkpoint."""
+        self.model.load_state_dict(torch.load(self.path, map_location=self.device)["model"])
+
+
+class Decoding:
+    """A model that only decodes, as fairseq-generate prepares it."""
+
+    def __init__(self, name: str, args):
+        self.args = args
+        self.model = build(name, args).eval()
+        self.model.prepare_for_inference_(OmegaConf.create({"generation": {"beam": BEAM, "print_alignment": None}}))
+
+    def prepare(self, sentences: int, length: int) -> None:
+        """Take a batch to translate; all beams run to the length."""
+        self.sample = random_batch(sentences, length, self.args)
+        self.sample["net_input"].pop("prev_output_tokens")
+        dictionary = filler_task(self.args.vocab_size, self.args.vocab_size).target_dictionary
+        limits = {"max_len_b": length - 1, "min_len": length - 1}
+        self.search = SequenceGenerator([self.model], dictionary, beam_size=BEAM, **limits)
+
+    def translate(self) -> None:
+        """Search."""
+        self.search.generate([self.model], self.sample)
+
+    @torch.no_grad()
+    def cache_bytes(self) -> int:
+        """Return the bytes of the decoder's caches of the encoder output after one step."""
+        inputs = random_batch(8, 30, self.args)["net_input"]
+        state = {}
+        encoded = self.model.encoder(inputs["src_tokens"], inputs["src_lengths"])
+        self.model.decoder(inputs["prev_output_tokens"][:, :1], encoder_out=encoded, incremental_state=state)
+        tensors = {
+            tensor.data_ptr(): tensor.nbytes
+            for layer in self.model.decoder.layers
+            for tensor in layer.encoder_attn._get_input_buffer(state).values()
+            if tensor is not None and tensor.dim() == 4
+        }
+        return sum(tensors.values())
+
+
+class Albert:
+    """A masked language model, `albert_encoder` or transformers' ALBERT.
+
+    Both use torch's scaled dot-product attention and no dropout; 15% of the symbols are masked.
+    """
+
+    def __init__(self, ours: bool, config: dict, sentences: int, device: str):
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = config["vocab_size"]
+        self.tokens = torch.randint(4, vocabulary, (sentences, ALBERT_LENGTH), generator=generator).to(device)
+        self.masked = (torch.rand(sentences, ALBERT_LENGTH, generator=generator) < 0.15).to(device)
+        self.labels = self.tokens.masked_fill(~self.masked, -100)
+        self.ours = ours
+        self.model = (self.build_ours(config) if ours else self.build_theirs(config)).to(device).train()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5)
+
+    @staticmethod
+    def build_ours(config: dict):
+        flags = [
+            *("--encoder-layers", config["num_hidden_layers"], "--encoder-embed-dim", config["hidden_size"]),
+            *("--encoder-ffn-embed-dim", config["intermediate_size"], "--dropout", 0, "--attention-dropout", 0),
+            *("--encoder-attention-heads", config["num_attention_heads"]),
+        ]
+        task = filler_task(config["vocab_size"] - 1, config["vocab_size"] - 1)  # fairseq adds the mask symbol
+        task.mask_idx = task.source_dictionary.add_symbol("<mask>")
+        return build_model(parse_architecture("albert_encoder", list(map(str, flags))), task)
+
+    @staticmethod
+    def build_theirs(config: dict):
+        from transformers import AlbertConfig, AlbertForMaskedLM
+
+        return AlbertForMaskedLM(AlbertConfig(**config, attn_implementation="sdpa"))
+
+    def features(self):
+        """Return the encoder's output."""
+        if self.ours:
+            return self.model(self.tokens, features_only=True)[0]
+        return self.model.albert(self.tokens).last_hidden_state
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        """Run the encoder."""
+        self.features()
+
+    def backward(self) -> None:
+        """Run the encoder forward and backward."""
+        self.features().square().mean().backward()
+
+    def step(self) -> None:
+        """Run an update of masked language modelling."""
+        self.optimizer.zero_grad()
+        if self.ours:
+            scores = self.model(self.tokens, masked_tokens=self.masked)[0]
+            loss = torch.nn.functional.cross_entropy(scores, self.tokens[self.masked])
+        else:
+            loss = self.model(self.tokens, labels=self.labels).loss
+        loss.backward()
+        self.optimizer.step()
+
+
+@contextlib.contextmanager
+def in_processes(kind: type, arguments: dict[str, tuple]):
+    """Give each name a process with an object of this kind; end them afterwards."""
+    with contextlib.ExitStack() as stack:
+        processes = {}
+        for name, values in arguments.items():
+            processes[name] = Process(kind, *values)
+            stack.callback(processes[name].close)
+        yield processes
+
+
+def compare_method(pair: str, what: str, kind: str, method: str, processes: dict, args) -> dict:
+    """Return a row of the table: how long a method takes in each of two processes, by turns."""
+    tasks = {name: partial(process.time, method, args.device) for name, process in processes.items()}
+    return compare(pair, what, kind, take_turns(tasks, args.turns), args.device)
+
 
 def measure_training(pair: str, ours: str, theirs: str, measures, args) -> list[dict]:
     """Compare training steps, optimizer steps, their memory and checkpoints."""
     rows = []
-    trained = {name: Training(name, args) for name in (ours, theirs)}
-    if "train" in measures:
-        times = take_turns({name: each.run for name, each in trained.items()}, args.turns, args.device)
-        kind = SPEED if theirs == "universal" else TIME
-        rows.append(compare(pair, f"training step, {args.batch}", kind, times, args.device))
-    for each in trained.values():
-        each.run()
-        each.update()
-    if "optimizer" in measures:
-        times = take_turns({name: each.update for name, each in trained.items()}, args.turns, args.device)
-        rows.append(compare(pair, "optimizer step", TIME, times, args.device))
-    if "memory" in measures:
-        numbers = [each.state_bytes() for each in trained.values()]
-        rows.append(compare_sizes(pair, "parameters, gradients and Adam", ours, theirs, numbers))
-    if "checkpoint" in measures:
-        with tempfile.TemporaryDirectory() as folder:
-            rows += measure_checkpoints(pair, trained, Path(folder), args)
+    with in_processes(Training, {name: (name, args) for name in (ours, theirs)}) as processes:
+        if "train" in measures:
+            kind = SPEED if theirs == "universal" else TIME
+            rows.append(compare_method(pair, f"training step, {args.batch}", kind, "run", processes, args))
+        if "optimizer" in measures:
+            rows.append(compare_method(pair, "optimizer step", TIME, "update", processes, args))
+        for measure, what, method in (
+            ("memory", "parameters, gradients and Adam", "state_bytes"),
+            ("peak", "peak of a training process", "peak_bytes"),
+        ):
+            if measure in measures:
+                rows.append(compare_sizes(pair, what, ours, theirs, [each.call(method) for each in processes.values()]))
+        if "checkpoint" in measures:
+            with tempfile.TemporaryDirectory() as folder:
+                rows += measure_checkpoints(pair, processes, Path(folder), args)
     return rows
 
 
-def measure_checkpoints(pair: str, trained: dict, folder: Path, args) -> list[dict]:
+def measure_checkpoints(pair: str, processes: dict, folder: Path, args) -> list[dict]:
     """Compare files with and without the optimizer's state, and how long the model takes to load."""
-    rows, (ours, theirs) = [], trained
-    for what, with_optimizer in (("checkpoint, model only", False), ("checkpoint with optimizer", True)):
-        numbers = []
-        for name, each in trained.items():
-            state = {"model": each.model.state_dict()}
-            if with_optimizer:
-                state["last_optimizer_state"] = each.optimizer.state_dict()
-            torch.save(state, folder / f"{name}.{with_optimizer}.pt")
-            numbers.append((folder / f"{name}.{with_optimizer}.pt").stat().st_size)
+    rows, (ours, theirs) = [], processes
+    for what, with_optimizer in (("checkpoint with optimizer", True), ("checkpoint, model only", False)):
+        numbers = [each.call("save", folder / f"{name}.pt", with_optimizer) for name, each in processes.items()]
         rows.append(compare_sizes(pair, what, ours, theirs, numbers))
-
-    def load(name):
-        state = torch.load(folder / f"{name}.False.pt", map_location=args.device)["model"]
-        trained[name].model.load_state_dict(state)
-
-    times = take_turns({name: partial(load, name) for name in trained}, args.turns, args.device)
-    return [*rows, compare(pair, "loading the model", TIME, times, args.device)]
+    return [*rows, compare_method(pair, "loading the model", TIME, "load", processes, args)]
 
 
 def measure_decoding(pair: str, ours: str, theirs: str, measures, args) -> list[dict]:
     """Compare beam search as fairseq-generate runs it, and the bytes of the cross-attention's caches."""
-    rows, models = [], {}
-    for name in (ours, theirs):
-        models[name] = build(name, args).eval()
-        models[name].prepare_for_inference_(OmegaConf.create({"generation": {"beam": BEAM, "print_alignment": None}}))
-    dictionary = filler_task(args.vocab_size, args.vocab_size).target_dictionary
-    for text in args.decode if "decode" in measures else []:
-        sentences, length = sizes(text)
-        sample = random_batch(sentences, length, args)
-        sample["net_input"].pop("prev_output_tokens")
-        limits = {"max_len_b": length - 1, "min_len": length - 1}
-        searches = {
-            name: SequenceGenerator([model], dictionary, beam_size=BEAM, **limits) for name, model in models.items()
-        }
-        tasks = {name: partial(search.generate, [models[name]], sample) for name, search in searches.items()}
-        times = take_turns(tasks, args.turns, args.device)
-        rows.append(compare(pair, f"decoding, {text}, beam {BEAM}", SPEED, times, args.device))
-        rows[-1]["tokens"] = sentences * length
-    if "cache" in measures:
-        numbers = [cache_bytes(model, args) for model in models.values()]
-        rows.append(compare_sizes(pair, "caches of the source in decoding", ours, theirs, numbers))
+    rows = []
+    with in_processes(Decoding, {name: (name, args) for name in (ours, theirs)}) as processes:
+        for text in args.decode if "decode" in measures else []:
+            sentences, length = sizes(text)
+            for process in processes.values():
+                process.call("prepare", sentences, length)
+            rows.append(compare_method(pair, f"decoding, {text}, beam {BEAM}", SPEED, "translate", processes, args))
+            rows[-1]["tokens"] = sentences * length
+        if "cache" in measures:
+            numbers = [process.call("cache_bytes") for process in processes.values()]
+            rows.append(compare_sizes(pair, "caches of the source in decoding", ours, theirs, numbers))
     return rows
-
-
-@torch.no_grad()
-def cache_bytes(model, args) -> int:
-    """Return the bytes of the decoder's caches of the encoder output after one step."""
-    inputs = random_batch(8, 30, args)["net_input"]
-    state = {}
-    encoded = model.encoder(inputs["src_tokens"], inputs["src_lengths"])
-    model.decoder(inputs["prev_output_tokens"][:, :1], encoder_out=encoded, incremental_state=state)
-    tensors = {
-        tensor.data_ptr(): tensor.nbytes
-        for layer in model.decoder.layers
-        for tensor in layer.encoder_attn._get_input_buffer(state).values()
-        if tensor is not None and tensor.dim() == 4
-    }
-    return sum(tensors.values())
-
-
-def peak_of_training(name: str, args) -> int:
-    """Return the most bytes that a process held which trained this model for two updates."""
-    logging.disable()
-    if args.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    trained = Training(name, args)
-    for _ in range(2):
-        trained.run()
-        trained.update()
-    if args.device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def measure_peak(pair: str, ours: str, theirs: str, args) -> list[dict]:
-    """Compare the peak memory of two processes, one for each model."""
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        numbers = pool.starmap(peak_of_training, [(ours, args), (theirs, args)], chunksize=1)
-    return [compare_sizes(pair, "peak of a training process", ours, theirs, numbers)]
 
 
 def measure_import(args) -> list[dict]:
@@ -379,69 +495,21 @@ def measure_import(args) -> list[dict]:
 
 
 def measure_albert(args) -> list[dict]:
-    """Compare `albert_encoder` with transformers' ALBERT: forward, forward and backward, a masked-LM step.
-
-    Both use torch's scaled dot-product attention, the same sizes (base) and no dropout; 15% of the symbols are masked.
-    """
-    try:
-        from transformers import AlbertConfig, AlbertForMaskedLM
-    except ImportError:
+    """Compare `albert_encoder` with transformers' ALBERT: forward, forward and backward, a masked-LM step."""
+    if importlib.util.find_spec("transformers") is None:
         print("albert: skipped, there is no package transformers", file=sys.stderr)
         return []
-    vocabulary, sentences, length = ALBERT["vocab_size"], 2 if args.short else 4, 128
-    theirs = AlbertForMaskedLM(AlbertConfig(**ALBERT, attn_implementation="sdpa")).to(args.device).train()
-    flags = [
-        *("--encoder-layers", ALBERT["num_hidden_layers"], "--encoder-embed-dim", ALBERT["hidden_size"]),
-        *("--encoder-ffn-embed-dim", ALBERT["intermediate_size"], "--dropout", 0, "--attention-dropout", 0),
-        *("--encoder-attention-heads", ALBERT["num_attention_heads"]),
-    ]
-    task = filler_task(vocabulary - 1, vocabulary - 1)  # fairseq adds the mask symbol
-    task.mask_idx = task.source_dictionary.add_symbol("<mask>")
-    ours = build_model(parse_architecture("albert_encoder", list(map(str, flags))), task).to(args.device).train()
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(4, vocabulary, (sentences, length), generator=generator).to(args.device)
-    masked = (torch.rand(sentences, length, generator=generator) < 0.15).to(args.device)
-    labels = tokens.masked_fill(~masked, -100)
-    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-5) for each in (ours, theirs)]
-
-    def our_features():
-        return ours(tokens, features_only=True)[0]
-
-    def their_features():
-        return theirs.albert(tokens).last_hidden_state
-
-    def our_loss():
-        return torch.nn.functional.cross_entropy(ours(tokens, masked_tokens=masked)[0], tokens[masked])
-
-    def their_loss():
-        return theirs(tokens, labels=labels).loss
-
-    def forward(features):
-        with torch.no_grad():
-            features()
-
-    def backward(value):
-        value().square().mean().backward()
-
-    def step(loss, optimizer):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-
-    rows = []
-    for what, kind, tasks in (
-        ("encoder, forward", TIME, (lambda: forward(our_features), lambda: forward(their_features))),
-        ("encoder, forward and backward", TIME, (lambda: backward(our_features), lambda: backward(their_features))),
-        (
-            f"masked-LM step, V={vocabulary:,}",
-            SPEED,
-            (lambda: step(our_loss, optimizers[0]), lambda: step(their_loss, optimizers[1])),
-        ),
-    ):
-        names = ("albert_encoder", "AlbertForMaskedLM")
-        times = take_turns(dict(zip(names, tasks, strict=True)), args.turns, args.device)
-        rows.append(compare("albert", f"{what}, {sentences}x{length}", kind, times, args.device))
-    return rows
+    sentences = 2 if args.short else 4
+    names = {"albert_encoder": True, "AlbertForMaskedLM": False}
+    with in_processes(Albert, {name: (ours, ALBERT, sentences, args.device) for name, ours in names.items()}) as both:
+        return [
+            compare_method("albert", f"{what}, {sentences}x{ALBERT_LENGTH}", kind, method, both, args)
+            for what, kind, method in (
+                ("encoder, forward", TIME, "forward"),
+                ("encoder, forward and backward", TIME, "backward"),
+                (f"masked-LM step, V={ALBERT['vocab_size']:,}", SPEED, "step"),
+            )
+        ]
 
 
 def measure_ctranslate2(args) -> None:
@@ -498,20 +566,10 @@ def seconds(row: dict, index: int) -> str:
 
 def main(arguments=None) -> None:
     args = parse_arguments(arguments)
-    logging.disable()  # each model would tell its layers
-    try:
-        run(args)
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def run(args) -> None:
-    """Measure, show each result when it is there, and print the table."""
     rows = []
 
     def show(new: list[dict]) -> None:
         rows.extend(new)
-        gc.collect()
         for row in new:
             ratio = row["ratio"] if row["kind"] == SIZE else row["wall"]["ratio"]
             print(f"{row['pair']}: {row['what']}: {ratio:.3f}", file=sys.stderr, flush=True)
@@ -522,12 +580,10 @@ def run(args) -> None:
         if args.short and args.measure is None:
             measured = SHORT.get(pair, ())
         measures = [name for name in measured if args.measure is None or name in args.measure]
-        if set(measures) & {"train", "optimizer", "memory", "checkpoint"}:
+        if set(measures) & {"train", "optimizer", "memory", "peak", "checkpoint"}:
             show(measure_training(pair, ours, theirs, measures, args))
         if set(measures) & {"decode", "cache"}:
             show(measure_decoding(pair, ours, theirs, measures, args))
-        if "peak" in measures:
-            show(measure_peak(pair, ours, theirs, args))
     if args.pair is None:
         for name, measure in (("import", measure_import), ("albert", measure_albert)):
             if args.measure is None or name in args.measure:
