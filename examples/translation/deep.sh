@@ -26,48 +26,24 @@ LOG_INTERVAL=${LOG_INTERVAL:-20} # updates between two lines of the log
 VALIDATE=${VALIDATE:-100}       # updates between two validations, each of which saves the model
 RUN=${RUN:-deep-run}           # folder for everything that is written
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-repo=$(cd "$here/../.." && pwd)
-DATA=${DATA:-$here/data}
-# shellcheck source=../steps.sh
-source "$here/../steps.sh"
-export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
+# shellcheck source=desk.sh
+source "$(dirname "${BASH_SOURCE[0]}")/desk.sh"
 
 begin ARCH UNIQUE EMBED FFN HEADS VOCAB MAX_PIECES UPDATES WARMUP MAX_TOKENS DROPOUT LOG_INTERVAL VALIDATE DATA
-[ -e "$RUN/prepare.done" ] || rm -rf "$RUN/data"
-SHOW='pairs|rror' step prepare python "$repo/scripts/prepare_translation.py" -s en -t de --out "$RUN/data" \
-    --train "$DATA/train.en.xz" "$DATA/train.de.xz" --valid "$DATA/valid.en.xz" "$DATA/valid.de.xz" \
-    --test "$DATA/test.en.xz" "$DATA/test.de.xz" --vocab-size "$VOCAB" --max-pieces "$MAX_PIECES"
+prepare_text
 sharing=()
 case $ARCH in transformer_shared_*) sharing=(--encoder-unique-layers "$UNIQUE" --decoder-unique-layers "$UNIQUE") ;; esac
 for layers in $LAYERS; do
     for lr in $LRS; do
         for seed in $SEEDS; do
             for system in $SYSTEMS; do
-                name=$system-layers$layers-lr$lr-updates$UPDATES-tokens$MAX_TOKENS-seed$seed
                 case $system in
                     pre-ln) residual=(--encoder-normalize-before --decoder-normalize-before) ;;
                     *) residual=(--residual-scaling "$system") ;;
                 esac
-                SHOW='valid_loss|residual scalings|Loaded checkpoint|rror:' \
-                    step "$name" python -m fairseq_cli.train "$RUN/data/bin" --user-dir "$repo/fairseq_sharing" \
-                    --task translation -s en -t de --arch "$ARCH" --share-all-embeddings \
+                train "$system-layers$layers-lr$lr-updates$UPDATES-tokens$MAX_TOKENS-seed$seed" --arch "$ARCH" \
                     --encoder-layers "$layers" --decoder-layers "$layers" ${sharing[@]+"${sharing[@]}"} \
-                    --encoder-embed-dim "$EMBED" --decoder-embed-dim "$EMBED" \
-                    --encoder-ffn-embed-dim "$FFN" --decoder-ffn-embed-dim "$FFN" \
-                    --encoder-attention-heads "$HEADS" --decoder-attention-heads "$HEADS" \
-                    "${residual[@]}" --dropout "$DROPOUT" \
-                    --criterion label_smoothed_cross_entropy --label-smoothing 0.1 \
-                    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0 \
-                    --lr "$lr" --lr-scheduler inverse_sqrt --warmup-updates "$WARMUP" --warmup-init-lr 1e-07 \
-                    --max-tokens "$MAX_TOKENS" --required-batch-size-multiple 1 --max-update "$UPDATES" \
-                    --seed "$seed" --cpu --num-workers 0 --log-layer-gradient-norms \
-                    --save-dir "$RUN/$name" --no-epoch-checkpoints --keep-interval-updates 1 \
-                    --save-interval-updates "$VALIDATE" --validate-interval 1000000 --save-interval 1000000 \
-                    --log-format json --log-interval "$LOG_INTERVAL"
-                # What the table and the pictures are made of: no paths, no configuration.
-                grep -E '\{"epoch"|residual scalings measured|parameter sets? \(' "$RUN/$name.log" |
-                    xz -9e >"$RUN/$name.log.xz"
+                    "${residual[@]}" --lr "$lr" --seed "$seed" --log-layer-gradient-norms --keep-interval-updates 1
             done
         done
     done

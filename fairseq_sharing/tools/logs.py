@@ -1,4 +1,4 @@
-"""Validation loss over training, read from the logs of fairseq-train or from TensorBoard's event files.
+"""Validation loss over training, read from the logs of fairseq-train, plain or .xz, or from TensorBoard's event files.
 
 The log of a resumed run is read as one run: an update that was validated twice counts once, with its last value, and
 the time between stop and resumption is left out. fairseq's own ``wall`` tells the time up to the first resumption, the
@@ -9,6 +9,7 @@ do not tell when training went on, so the time before their first entry is taken
 
 import json
 import logging
+import lzma
 import math
 import re
 from dataclasses import dataclass
@@ -95,13 +96,9 @@ def read_validations(path: Path) -> list[Validation]:
     """
     if path.is_dir():
         return read_events(path)
-    try:
-        lines = path.read_text("utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
     found, subset = {}, None
     clock = Clock()
-    for line in lines:
+    for line in read_lines(path):
         stamp = STAMP.match(line)
         clock.stamp = datetime.fromisoformat(stamp[1]) if stamp else None
         if resumed := RESUMED.search(line):
@@ -129,6 +126,19 @@ def read_validations(path: Path) -> list[Validation]:
     if not found:
         raise ValueError(f"{path} has no validation line of fairseq-train (simple or json log format)")
     return [found[updates] for updates in sorted(found)]
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a text file, which may be compressed (``.xz``).
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8", errors="replace") as file:
+            return file.read().splitlines()
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def parse_json(text: str) -> dict | None:
