@@ -61,12 +61,13 @@ begin() {
     fi
 }
 
-# need_space GIGABYTES FOLDER: refuse to begin where so much is not free; FOLDER need not be there yet.
+# need_space GIGABYTES FOLDER: refuse to begin where so much is neither free nor in FOLDER, which need not be there yet.
 need_space() {
-    local folder=$2 free
+    local folder=$2 free there=0
+    if [ -d "$2" ]; then there=$(($(du -sk "$2" | cut -f 1) / 1000000)); fi
     while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
     free=$(($(df -Pk "$folder" | awk 'NR == 2 { print $4 }') / 1000000))
-    [ "$free" -ge "$1" ] || die "$2 needs about $1 GB, and $free GB are free there"
+    [ $((free + there)) -ge "$1" ] || die "$2 needs about $1 GB, and $there GB are there and $free GB free"
 }
 
 # step NAME COMMAND...

@@ -312,6 +312,7 @@ def test_a_stopped_preparation_goes_on_with_resume(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(prepare_speech, "CLIPS_IN_ZIP", 6)
     assert prepare_speech.main(list(map(str, argv))) == 0
     assert len(read) - before == 24
+    capsys.readouterr()
     assert "--resume needs --features zip, not npy" in fails(
         capsys, tmp_path / "no", *command(tmp_path / "no", "--resume", "--features", "npy")
     )
