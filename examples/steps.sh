@@ -1,13 +1,14 @@
-# What the run.sh of the examples have in common: sourced, not run.
+# What the scripts of the examples have in common: sourced, not run.
 #
 # A script sets its variables, calls `begin NAME...` with the names of those that may not change between two calls with
 # the same RUN, and then `step NAME COMMAND...` for each thing to do. A step that came to its end is not done again; its
 # output is in $RUN/NAME.log, and what the line pattern SHOW matches is shown. With the variable dry_run set nothing is done
-# or written: each step's command is printed.
+# or written: each step's command is printed. Below `step` is what only the recipes at full size use.
 set -euo pipefail
 
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONUNBUFFERED=1
 dry_run=${dry_run:-}
+smoke=
 NEEDS=${NEEDS:-fairseq sentencepiece} # modules of Python
 child= viewer=
 SHOW='train_inner|valid on|model params|parameter sets? \(|residual scalings|Loaded checkpoint|done training|Evaluated|Perplexity|rror:'
@@ -60,12 +61,13 @@ begin() {
     fi
 }
 
-# need_space GIGABYTES FOLDER: refuse to begin where so much is not free; FOLDER need not be there yet.
+# need_space GIGABYTES FOLDER: refuse to begin where so much is neither free nor in FOLDER, which need not be there yet.
 need_space() {
-    local folder=$2 free
+    local folder=$2 free there=0
+    if [ -d "$2" ]; then there=$(($(du -sk "$2" | cut -f 1) / 1000000)); fi
     while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
     free=$(($(df -Pk "$folder" | awk 'NR == 2 { print $4 }') / 1000000))
-    [ "$free" -ge "$1" ] || die "$2 needs about $1 GB, and $free GB are free there"
+    [ $((free + there)) -ge "$1" ] || die "$2 needs about $1 GB, and $there GB are there and $free GB free"
 }
 
 # step NAME COMMAND...
@@ -102,3 +104,66 @@ step() {
     fi
     echo "$((SECONDS - started)) seconds" >>"$RUN/$name.done"
 }
+
+# read_options ARGUMENT...: set dry_run and smoke; --help prints the comment at the top of the script.
+read_options() {
+    local option
+    for option in "$@"; do
+        case $option in
+            --dry-run) dry_run=1 ;;
+            --smoke) smoke=1 ;;
+            -h | --help)
+                sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p;}' "$0"
+                exit
+                ;;
+            *) die "$option is neither --dry-run nor --smoke; everything else is set by variables" ;;
+        esac
+    done
+}
+
+# need_whole_numbers NAME...
+need_whole_numbers() {
+    local name
+    for name in "$@"; do
+        [[ ${!name} =~ ^[0-9]+$ ]] || die "$name=${!name} must be a whole number"
+    done
+}
+
+# use_gpus FLAG...: set `training` and `decoding`, the flags of GPUS processes and of BATCHES in an update over all of
+# them; FLAG is for GPUs only.
+use_gpus() {
+    local found
+    decoding=("$@")
+    if [ "$GPUS" = 0 ]; then
+        decoding=(--cpu --num-workers 0)
+        training=("${decoding[@]}" --update-freq "$BATCHES")
+        return
+    fi
+    [ $((BATCHES % GPUS)) = 0 ] || die "BATCHES=$BATCHES must be a multiple of GPUS=$GPUS"
+    training=("$@" --distributed-world-size "$GPUS" --update-freq "$((BATCHES / GPUS))")
+    if [ -n "$dry_run" ]; then return; fi
+    found=$(python -c 'import torch; print(torch.cuda.device_count())') || found=0
+    [ "$found" -ge "$GPUS" ] || die "GPUS=$GPUS are asked for, and PyTorch sees $found (GPUS=0 is one CPU thread)"
+}
+
+# clear_unless_done STEP PATH: what a stopped call left of it is in the way.
+clear_unless_done() { [ -n "$dry_run" ] || [ -e "$RUN/$1.done" ] || rm -rf "$2"; }
+
+# download_archives PROGRAM FLAG...: `PROGRAM download` into $WORK/archives, from MIRROR and against CHECKSUMS if set. With
+# smoke they are those that `PROGRAM imitate` makes of the data that ship with the example.
+download_archives() {
+    local program=$1 folder=$WORK
+    shift
+    if [ -n "$smoke" ]; then
+        [[ $folder = /* ]] || folder=$PWD/$folder
+        MIRROR=${MIRROR:-file://$folder/imitation}
+        CHECKSUMS=${CHECKSUMS:-$WORK/imitation/SHA256SUMS}
+        clear_unless_done imitate "$WORK/imitation"
+        SHOW='rror:' step imitate python "$program" imitate "$@" --data "$here/data" --out "$WORK/imitation"
+    fi
+    SHOW='bytes|already|rror:' step download python "$program" download "$@" --out "$WORK/archives" \
+        ${MIRROR:+--mirror "$MIRROR"} ${CHECKSUMS:+--checksums "$CHECKSUMS"}
+}
+
+# parameters_of LOG: how many parameters fairseq-train has counted, each shared one once.
+parameters_of() { sed -n 's/.*num\. shared model params: \([0-9,]*\).*/\1/p' "$1" | tail -n 1; }

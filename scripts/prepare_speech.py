@@ -7,18 +7,21 @@ Each TSV has a header line with the columns ``audio`` (a path below --audio-root
 flac, opus, ogg) and ``text``, and may have ``speaker``; other columns are left alone. The same clip may be in several
 TSVs. Features are 80 log-mel filterbanks as Kaldi and torchaudio.compliance.kaldi compute them with fairseq's settings:
 windows of 25 ms every 10 ms (povey), no dither, samples in the range of 16 bits, channels averaged. Text is taken as it
-is, but for runs of white space.
+is, but for runs of white space. ``--part NAME TSV`` adds a part that is called otherwise, such as a second test set.
 
 --out holds ``config.yaml`` (utterance CMVN always, SpecAugment while training), ``train.tsv`` and so on (id, audio,
-n_frames, tgt_text, speaker), ``fbank80.zip`` or ``fbank80/*.npy``, ``spm.model``, ``spm.vocab`` and ``dict.txt``.
-Everything is written beside --out under the name ``.NAME.partial``, read back through fairseq's own dataset, and then
-renamed: --out is whole or not there. When you move it, change ``audio_root`` in its ``config.yaml``.
+n_frames, tgt_text, speaker), ``fbank80-000.zip`` and so on or ``fbank80/*.npy``, ``spm.model``, ``spm.vocab`` and
+``dict.txt``. Everything is written beside --out under the name ``.NAME.partial``, read back through fairseq's own
+dataset, and then renamed: --out is whole or not there. What a stopped call has written is deleted; with --resume it is
+kept, and the same call goes on after the last whole zip. When you move --out, change ``audio_root`` in its
+``config.yaml``. A thousand hours are 115 GB of features and take, by a short measurement, two hours of one processor.
 
     fairseq-train data-s2t --task speech_to_text --config-yaml config.yaml --train-subset train --valid-subset valid ...
 """
 
 import argparse
 import csv
+import hashlib
 import io
 import logging
 import re
@@ -34,6 +37,7 @@ import numpy as np
 PARTS = ("train", "valid", "test")
 STOPPED = []  # not empty once SIGTERM has come
 NUM_BINS = 80
+CLIPS_IN_ZIP = 10_000
 # The way in which fairseq reads its manifests; quotes are ordinary characters.
 TSV = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None, "doublequote": False, "lineterminator": "\n"}
 COLUMNS = ("id", "audio", "n_frames", "tgt_text", "speaker")
@@ -218,9 +222,8 @@ def write_config(folder: Path, audio_root: Path, specaugment: str, sample_rate: 
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=True), "utf-8")
 
 
-def compute_all(parts: dict[str, list[dict]], sample_rate: int, resample: bool) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (audio, filterbanks) of each clip once, however many parts have it."""
-    clips = {clip["audio"]: clip["path"] for part in parts.values() for clip in part}
+def compute_all(clips: dict[str, Path], sample_rate: int, resample: bool) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (audio, filterbanks) of each clip."""
     for audio, path in clips.items():
         features = compute_filterbanks(read_audio(path, sample_rate, resample), sample_rate)
         if len(features) == 0:
@@ -228,34 +231,65 @@ def compute_all(parts: dict[str, list[dict]], sample_rate: int, resample: bool) 
         yield audio, features
 
 
-def write_features(folder: Path, features: Iterator[tuple[str, np.ndarray]], kind: str) -> dict[str, tuple[str, int]]:
-    """Write the filterbanks as .npy files or as an uncompressed zip.
+def write_features(folder: Path, clips: dict[str, Path], kind: str, rate: tuple[int, bool]) -> dict[str, tuple]:
+    """Write the filterbanks as .npy files, or as uncompressed zips of 10,000 clips; a zip that is there is kept.
+
+    Args:
+        folder: where to.
+        clips: the path of each clip's audio.
+        kind: npy or zip.
+        rate: samples a second, and whether other audio is resampled to it.
 
     Returns:
         For each clip, how a manifest names its features (a zip's member by offset and size in bytes), and its frames.
     """
-    frames, names = {}, {}
+    written = {}
     if kind == "npy":
         (folder / "fbank80").mkdir()
-        for number, (audio, array) in enumerate(features):
-            names[audio], frames[audio] = f"fbank80/{number:06d}.npy", len(array)
-            np.save(folder / names[audio], array)
-        return {audio: (names[audio], frames[audio]) for audio in frames}
-    archive = folder / "fbank80.zip"
+        for number, (audio, array) in enumerate(compute_all(clips, *rate)):
+            written[audio] = f"fbank80/{number:06d}.npy", len(array)
+            np.save(folder / written[audio][0], array)
+        return written
+    names = list(clips)
+    for number, first in enumerate(range(0, len(names), CLIPS_IN_ZIP)):
+        archive = folder / f"fbank80-{number:03d}.zip"
+        own = {audio: clips[audio] for audio in names[first : first + CLIPS_IN_ZIP]}
+        contents = hashlib.sha256("\n".join((str(rate[0]), *own)).encode()).hexdigest().encode()
+        if not is_zip_of(archive, contents):
+            write_zip(archive, compute_all(own, *rate), contents)
+        written |= dict(zip(own, read_zip(archive), strict=True))
+    return written
+
+
+def is_zip_of(archive: Path, contents: bytes) -> bool:
+    """Whether a stopped call wrote this zip, of the same clips; the comment at its end says so."""
+    try:
+        with zipfile.ZipFile(archive) as file:
+            return file.comment == contents
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def write_zip(archive: Path, features: Iterator[tuple[str, np.ndarray]], contents: bytes) -> None:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as file:
-        for number, (audio, array) in enumerate(features):
-            names[audio], frames[audio] = f"{number:06d}.npy", len(array)
+        for number, (_, array) in enumerate(features):
             data = io.BytesIO()
             np.save(data, array)
-            file.writestr(names[audio], data.getvalue())
+            file.writestr(f"{number:06d}.npy", data.getvalue())
+        file.comment = contents  # only now: a zip is also closed when this is stopped
+
+
+def read_zip(archive: Path) -> Iterator[tuple[str, int]]:
+    """Yield how a manifest names each member of a zip, and how many frames it has."""
     with zipfile.ZipFile(archive) as file, archive.open("rb") as raw:
-        for audio, name in names.items():
-            member = file.getinfo(name)
+        for member in file.infolist():
             raw.seek(member.header_offset + 26)  # the lengths of name and extra field in the member's own header
             lengths = np.frombuffer(raw.read(4), "<u2")
             start = member.header_offset + 30 + int(lengths.sum())
-            names[audio] = f"{archive.name}:{start}:{member.file_size}"
-    return {audio: (names[audio], frames[audio]) for audio in frames}
+            raw.seek(start)
+            np.lib.format.read_magic(raw)
+            (frames, _), *_ = np.lib.format.read_array_header_1_0(raw)
+            yield f"{archive.name}:{start}:{member.file_size}", frames
 
 
 def write_manifest(path: Path, clips: list[dict], features: dict[str, tuple[str, int]]) -> None:
@@ -307,7 +341,11 @@ def check_written(folder: Path, parts: dict[str, list[dict]]) -> dict[str, int]:
 
 
 def prepare(args) -> None:
-    """Do everything that the flags ask for, and print a line a part."""
+    """Do everything that the flags ask for, and print a line a part.
+
+    Raises:
+        ValueError: the flags or the data cannot be right.
+    """
     out = args.out.absolute()
     if out.exists():
         raise ValueError(f"--out {args.out} exists: remove it or name another")
@@ -315,27 +353,41 @@ def prepare(args) -> None:
         raise ValueError(f"--out {args.out}: there is no folder {out.parent}")
     if args.features == "zip" and ":" in str(out):
         raise ValueError(f"--out {out}: fairseq cannot read a zip below a name with a colon: add --features npy")
+    if args.resume and args.features != "zip":
+        raise ValueError(f"--resume needs --features zip, not {args.features}")
     if (args.vocab_type == "unigram") != (args.vocab_size is not None):
         raise ValueError("--vocab-size goes with --vocab-type unigram, and only with it")
     if not args.audio_root.is_dir():
         raise ValueError(f"--audio-root {args.audio_root}: no such folder")
-    parts = {part: read_clips(getattr(args, part), args.audio_root) for part in PARTS if getattr(args, part)}
+    tables = [(part, getattr(args, part)) for part in PARTS if getattr(args, part)]
+    for part, table in args.part:
+        if part in dict(tables) or not re.fullmatch(r"[\w-]+", part):
+            raise ValueError(f"--part {part} must be a further name, of letters, digits, _ and -")
+        tables.append((part, Path(table)))
+    parts = {part: read_clips(table, args.audio_root) for part, table in tables}
     model = train_sentencepiece([clip["text"] for clip in parts["train"]], args.vocab_type, args.vocab_size)
     partial = out.parent / f".{out.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    if not args.resume:
+        shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir()
+        partial.mkdir(exist_ok=True)
         write_vocabulary(partial, model)
         write_config(partial, out, args.specaugment, args.sample_rate)
-        features = write_features(partial, compute_all(parts, args.sample_rate, args.resample), args.features)
+        clips = {clip["audio"]: clip["path"] for part in parts.values() for clip in part}  # each once
+        features = write_features(partial, clips, args.features, (args.sample_rate, args.resample))
         for part, clips in parts.items():
             write_manifest(partial / f"{part}.tsv", clips, features)
-        unknown = check_written(partial, parts)
+        try:
+            unknown = check_written(partial, parts)
+        except ValueError:
+            args.resume = args.resume and bool(STOPPED)  # what does not come back is nothing to go on from
+            raise
         if STOPPED:
             sys.exit(143)
         partial.rename(out)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not args.resume:
+            shutil.rmtree(partial, ignore_errors=True)
     for part, clips in parts.items():
         seconds = sum(features[clip["audio"]][1] for clip in clips) / 100
         print(f"{part}: {len(clips):,} clips, {seconds / 60:.1f} minutes, {unknown[part]} unknown pieces")
@@ -361,6 +413,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(
             f"--{part}", type=Path, required=part == "train", metavar="TSV", help=f"clips of the {part} part"
         )
+    parser.add_argument(
+        "--part", nargs=2, action="append", default=[], metavar=("NAME", "TSV"), help="a further part; may be repeated"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
     parser.add_argument("--vocab-type", choices=("unigram", "char"), default="unigram", help="default: unigram")
     parser.add_argument("--vocab-size", type=int, metavar="V", help="SentencePiece pieces (with unigram)")
@@ -368,6 +423,7 @@ def main(argv: list[str] | None = None) -> int:
         "--specaugment", choices=("none", *SPECAUGMENT), default="ld", help="policy while training (default: ld)"
     )
     parser.add_argument("--features", choices=("zip", "npy"), default="zip", help="how they are kept (default: zip)")
+    parser.add_argument("--resume", action="store_true", help="keep what a stopped call has written, and go on from it")
     parser.add_argument("--sample-rate", type=int, default=16000, metavar="HZ", help="default: 16000")
     parser.add_argument("--resample", action="store_true", help="resample audio of other rates instead of refusing it")
     args = parser.parse_args(argv)
@@ -375,7 +431,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         prepare(args)
     except KeyboardInterrupt:
-        print("prepare_speech.py: stopped; nothing was written", file=sys.stderr)
+        kept = "the same call goes on from here" if args.resume else "nothing was written"
+        print(f"prepare_speech.py: stopped; {kept}", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
         print(f"prepare_speech.py: error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -6,6 +6,7 @@ that the console script calls. tests/test_plugin.py and the quick start's tests 
 """
 
 import atexit
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -22,6 +23,20 @@ FORKSERVER.set_forkserver_preload(
     ]
 )
 MODULES = {"fairseq-sharing": "fairseq_sharing.tools.main", "sacrebleu": "sacrebleu.sacrebleu"}
+
+
+def environment(**changes) -> dict[str, str]:
+    """Return environment variables for a script of the examples, which finds this Python on its PATH."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **changes}
+
+
+def command_lines() -> list[bytes]:
+    """Return those of all processes that are there."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_bytes())
+    return lines
 
 
 class Command:

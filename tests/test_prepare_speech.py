@@ -1,6 +1,7 @@
 """`scripts/prepare_speech.py`: filterbanks against a second implementation, what it writes, and how it fails."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import soundfile
 import yaml
 from conftest import REPOSITORY
+from fairseq.data.audio.audio_utils import get_features_or_waveform
 
 CLIPS = REPOSITORY / "examples" / "speech_to_text" / "data"
 spec = importlib.util.spec_from_file_location("prepare_speech", REPOSITORY / "scripts" / "prepare_speech.py")
@@ -260,3 +262,57 @@ def test_a_stopped_preparation_leaves_nothing(tmp_path, monkeypatch, python):
         status = stopped.code
     assert status == 143
     assert not list(tmp_path.iterdir())
+
+
+def test_further_parts_have_their_own_names(tmp_path, capsys):
+    argv = command(tmp_path / "out")
+    further = ["--part", "test-other", CLIPS / "valid.tsv", "--part", "dev_2", CLIPS / "test.tsv"]
+    assert prepare_speech.main([*argv, *map(str, further)]) == 0
+    assert re.findall(r"^(\S+): (\d+) clips", capsys.readouterr().out, re.MULTILINE) == [
+        *(("train", "20"), ("valid", "4"), ("test", "4"), ("test-other", "4"), ("dev_2", "4"))
+    ]
+    assert load(tmp_path / "out", "test-other")[1].ids == load(tmp_path / "out", "valid")[1].ids
+    for name in ("test", "a/b"):
+        sentence = f"--part {name} must be a further name"
+        assert sentence in fails(capsys, tmp_path / "no", *command(tmp_path / "no"), "--part", name, CLIPS / "test.tsv")
+
+
+def test_a_stopped_preparation_goes_on_with_resume(tmp_path, capsys, monkeypatch):
+    """28 clips in zips of 6: stopped in the fourth, the next call computes what is not in the first three."""
+    monkeypatch.setattr(prepare_speech, "CLIPS_IN_ZIP", 6)
+    monkeypatch.setattr(prepare_speech, "STOPPED", [])
+    real, read = prepare_speech.read_audio, []
+
+    def read_audio(path, *args):
+        read.append(path)
+        if len(read) == 21:
+            prepare_speech.stop()
+        return real(path, *args)
+
+    monkeypatch.setattr(prepare_speech, "read_audio", read_audio)
+    assert prepare_speech.main(command(tmp_path / "out", "--resume")) == 143
+    assert not (tmp_path / "out").exists() and len(list((tmp_path / ".out.partial").glob("*.zip"))) == 4
+    prepare_speech.STOPPED.clear()
+    assert prepare_speech.main(command(tmp_path / "out", "--resume")) == 0
+    assert len(read) == 21 + 28 - 18 and not list(tmp_path.glob(".*"))
+
+    monkeypatch.setattr(prepare_speech, "CLIPS_IN_ZIP", 10_000)
+    assert prepare_speech.main(command(tmp_path / "whole")) == 0
+    for part in ("train", "valid", "test"):
+        ours, whole = (load(tmp_path / name, part)[1] for name in ("out", "whole"))
+        assert (ours.ids, ours.n_frames, ours.tgt_texts) == (whole.ids, whole.n_frames, whole.tgt_texts)
+        for one, other in zip(ours.audio_paths, whole.audio_paths, strict=True):
+            assert np.array_equal(get_features_or_waveform(one), get_features_or_waveform(other))
+
+    # What was kept is in another order: only the last zip, of the clips of --test, is taken.
+    (tmp_path / "out").rename(tmp_path / ".other.partial")
+    argv = command(tmp_path / "other", "--resume")
+    argv[argv.index("--train") + 1], argv[argv.index("--valid") + 1] = CLIPS / "valid.tsv", CLIPS / "train.tsv"
+    before = len(read)
+    monkeypatch.setattr(prepare_speech, "CLIPS_IN_ZIP", 6)
+    assert prepare_speech.main(list(map(str, argv))) == 0
+    assert len(read) - before == 24
+    capsys.readouterr()
+    assert "--resume needs --features zip, not npy" in fails(
+        capsys, tmp_path / "no", *command(tmp_path / "no", "--resume", "--features", "npy")
+    )

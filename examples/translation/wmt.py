@@ -18,24 +18,29 @@ Example:
 import argparse
 import contextlib
 import gzip
-import hashlib
-import http.client
 import io
 import itertools
-import lzma
 import os
 import shutil
 import sys
 import tarfile
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from archives import (
+    add_download_arguments,
+    check_downloaded,
+    download,
+    place_of,
+    read_lines,
+    run,
+    write_sums,
+    write_whole,
+)
+
 STATMT = "https://www.statmt.org"
-SUMS = "SHA256SUMS"
-BLOCK = 1 << 20  # bytes
 BATCH = 20_000  # lines
 
 
@@ -140,145 +145,7 @@ def list_archives(pair: tuple[str, str], test_sets: list[str]) -> dict[str, tupl
     return archives
 
 
-def read_sums(path: Path) -> dict[str, str]:
-    """Read a file as sha256sum writes it: name -> checksum.
-
-    Raises:
-        ValueError: it cannot be read, or has other lines.
-    """
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-    sums = {}
-    for line in lines:
-        digest, gap, name = line.partition("  ")
-        if not gap or len(digest) != 64:
-            raise ValueError(f"{path} has a line that is no SHA-256 checksum and name: {line!r}")
-        sums[name] = f"sha256:{digest}"
-    return sums
-
-
-def compute_checksum(path: Path, algorithm: str) -> str:
-    with path.open("rb") as file:
-        return f"{algorithm}:{hashlib.file_digest(file, algorithm).hexdigest()}"
-
-
-def check_archive(path: Path, expected: str) -> None:
-    """Compare a file with its checksum.
-
-    Raises:
-        ValueError: they differ.
-    """
-    found = compute_checksum(path, expected.partition(":")[0])
-    if found != expected:
-        raise ValueError(f"{path} has the checksum {found}, and {expected} is expected")
-
-
-def open_url(url: str, offset: int):
-    """Open a URL from a byte on.
-
-    Returns:
-        The stream, how many bytes are to come (None when the server does not tell), and the byte it begins at.
-    """
-    if url.startswith("file:"):  # urllib reads such files from their first byte on
-        file = Path(urllib.request.url2pathname(urlsplit(url).path)).open("rb")  # noqa: SIM115
-        file.seek(offset)
-        return file, max(0, os.fstat(file.fileno()).st_size - offset), offset
-    headers = {"User-Agent": "wmt.py", **({"Range": f"bytes={offset}-"} if offset else {})}
-    try:
-        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60)
-    except urllib.error.HTTPError as error:
-        if error.code == 416:  # there is nothing behind the last byte that we have
-            return io.BytesIO(), 0, offset
-        raise
-    length = response.headers.get("Content-Length")
-    return response, length and int(length), offset if response.status == 206 else 0
-
-
-def fetch(url: str, path: Path, checksum: str | None) -> None:
-    """Download a file; what an earlier call left is gone on with.
-
-    Args:
-        url: http, https or file.
-        path: where to; beside it lies NAME.partial until the file is whole.
-        checksum: ``algorithm:digest``, or None.
-
-    Raises:
-        ValueError: the file cannot be had, was cut off, does not fit on the disk, or has another checksum.
-    """
-    partial = path.with_name(f"{path.name}.partial")
-    offset = partial.stat().st_size if partial.exists() else 0
-    try:
-        stream, length, offset = open_url(url, offset)
-        with stream:
-            free = shutil.disk_usage(path.parent).free
-            if length is not None and length > free:
-                raise ValueError(
-                    f"{url} has {length / 1e9:.2f} GB to come, and {path.parent} has {free / 1e9:.2f} GB free"
-                )
-            with partial.open("ab" if offset else "wb") as file:
-                while block := stream.read(BLOCK):
-                    file.write(block)
-    except (OSError, http.client.HTTPException) as error:  # urllib's errors are OSErrors
-        raise ValueError(f"cannot download {url} to {path}: {getattr(error, 'reason', None) or error}") from error
-    size = partial.stat().st_size
-    if length is not None and size < offset + length:
-        raise ValueError(
-            f"{url} was cut off after {size:,} of {offset + length:,} bytes: the same command goes on from there"
-        )
-    if checksum:
-        try:
-            check_archive(partial, checksum)
-        except ValueError as error:
-            partial.unlink()
-            raise ValueError(f"{url} is not what it was: {error}; it is deleted here") from error
-    partial.rename(path)
-
-
-def download(args) -> None:
-    """Fetch all archives of a language pair."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    given = read_sums(args.checksums) if args.checksums else {}
-    sums = args.out / SUMS
-    kept = read_sums(sums) if sums.exists() else {}
-    for name, (url, known) in list_archives(args.pair, args.test_sets).items():
-        path = args.out / name
-        expected = (given.get(name) if args.checksums else known) or kept.get(name)
-        if path.exists():
-            if expected:
-                check_archive(path, expected)
-            print(f"{name}: already there")
-        else:
-            place = urlsplit(url)
-            fetch(f"{args.mirror.rstrip('/')}{place.path}" if args.mirror else url, path, expected)
-            print(f"{name}: {path.stat().st_size:,} bytes, {'checksum as expected' if expected else 'checksum kept'}")
-        if name not in kept:
-            kept[name] = compute_checksum(path, "sha256")
-            with sums.open("a", encoding="utf-8") as file:
-                file.write(f"{kept[name].partition(':')[2]}  {name}\n")
-
-
 # --- text
-
-
-@contextlib.contextmanager
-def write_whole(out: Path):
-    """Write a folder that is whole or not there; an existing one is kept.
-
-    Raises:
-        ValueError: it is there already.
-    """
-    if out.exists():
-        raise ValueError(f"--out {out} exists: remove it or choose another")
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_member(archive: Path, name: str):
@@ -348,11 +215,7 @@ def extract_test_set(test_set: str, pair: tuple[str, str], archives: Path, out: 
 def extract(args) -> None:
     """Write all text of a language pair."""
     os.environ["SACREBLEU"] = str(args.sacrebleu)  # read when sacrebleu is imported
-    sums = read_sums(args.archives / SUMS)
-    for name in list_archives(args.pair, args.test_sets):
-        if name not in sums or not (args.archives / name).exists():
-            raise ValueError(f"--archives {args.archives} has no {name}: download it first")
-        check_archive(args.archives / name, sums[name])
+    check_downloaded(args.archives, list_archives(args.pair, args.test_sets))
     with write_whole(args.out) as out:
         with contextlib.ExitStack() as stack:
             files = {
@@ -456,7 +319,7 @@ def imitate(args) -> None:
         names = {}
         for number, corpus in enumerate(list_corpora(other_than_english(pair))):
             part = slice(number * args.pairs, (number + 1) * args.pairs)
-            members = {corpus.members.format(each): read_lines(args.data, "train", each)[part] for each in pair}
+            members = {corpus.members.format(each): read_lines(args.data / f"train.{each}.xz")[part] for each in pair}
             names[Path(urlsplit(corpus.url).path).name] = write_archive(out, corpus.url, members)
         for number, test_set in enumerate(args.test_sets):
             dataset = find_dataset(test_set, pair)
@@ -465,28 +328,18 @@ def imitate(args) -> None:
                 member: [f'<seg id="{i}">{line}</seg>' for i, line in enumerate(lines[sentences], 1)]
                 for member, lines in zip(
                     dataset.langpairs["-".join(pair)],
-                    (read_lines(args.data, "test", each) for each in pair),
+                    (read_lines(args.data / f"test.{each}.xz") for each in pair),
                     strict=True,
                 )
             }
             (url,) = dataset.data
             path = write_archive(out, url, members)
             names[f"{short_name(test_set)}-{Path(urlsplit(url).path).name}"] = path
-        sums = {name: compute_checksum(path, "sha256").partition(":")[2] for name, path in names.items()}
-        (out / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()), "utf-8")
-
-
-def read_lines(data: Path, part: str, language: str) -> list[str]:
-    try:
-        with lzma.open(data / f"{part}.{language}.xz", "rt", encoding="utf-8", newline="\n") as file:
-            return file.read().split("\n")
-    except (OSError, lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"--data {data}: cannot read {part}.{language}.xz: {error}") from error
+        write_sums(out, names)
 
 
 def write_archive(out: Path, url: str, members: dict[str, list[str]]) -> Path:
-    path = out / urlsplit(url).path.lstrip("/")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = place_of(out, url)
     with tarfile.open(path, "w" if path.suffix == ".tar" else "w:gz") as tar:
         for name, lines in members.items():
             content = "".join(f"{line}\n" for line in lines).encode()
@@ -513,9 +366,10 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--test-sets", nargs="+", default=["wmt13", "wmt14/full"], help="sacrebleu's names")
         return command
 
-    command = add("download", download, "fetch the archives")
-    command.add_argument("--mirror", metavar="URL", help="fetch from here in place of the original host; file:// works")
-    command.add_argument("--checksums", type=Path, metavar="FILE", help="in place of the known ones, as of sha256sum")
+    command = add(
+        "download", lambda args: download(list_archives(args.pair, args.test_sets), args), "fetch the archives"
+    )
+    add_download_arguments(command)
     command = add("text", extract, "take the text out of the archives")
     command.add_argument("--archives", type=Path, required=True, help="folder of the archives")
     command.add_argument("--sacrebleu", type=Path, required=True, help="folder of sacrebleu's own files")
@@ -539,13 +393,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
-    try:
-        args.function(args)
-    except (ValueError, OSError) as error:
-        print(f"wmt.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run(build_parser(), argv)
 
 
 if __name__ == "__main__":

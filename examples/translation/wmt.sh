@@ -14,22 +14,9 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)
-dry_run=
-smoke=
-for option in "$@"; do
-    case $option in
-        --dry-run) dry_run=1 ;;
-        --smoke) smoke=1 ;;
-        -h | --help)
-            sed -n '2,/^set /{/^#/s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"
-            exit
-            ;;
-        *)
-            echo "$0: $option is neither --dry-run nor --smoke; everything else is set by variables" >&2
-            exit 2
-            ;;
-    esac
-done
+# shellcheck source=../steps.sh
+source "$here/../steps.sh"
+read_options "$@"
 if [ -n "$smoke" ]; then # other defaults for what follows
     WORK=${WORK:-wmt-smoke}
     VOCAB=${VOCAB:-400} DISK=${DISK:-1} WORKERS=${WORKERS:-1}
@@ -82,13 +69,9 @@ BEAM=${BEAM:-4}            # the length penalty is 0.6 for newstest2014, 1.0 oth
 TRAIN_ARGS=${TRAIN_ARGS:-} # further flags for fairseq-train, split at spaces
 
 NEEDS="fairseq sentencepiece sacrebleu"
-# shellcheck source=../steps.sh
-source "$here/../steps.sh"
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 SRC=${PAIR%-*} TGT=${PAIR#*-}
-for name in N M SEED VOCAB MAX_PIECES DISK WORKERS GPUS WARMUP UPDATES MAX_TOKENS BATCHES AVERAGE BEAM; do
-    [[ ${!name} =~ ^[0-9]+$ ]] || die "$name=${!name} must be a whole number"
-done
+need_whole_numbers N M SEED VOCAB MAX_PIECES DISK WORKERS GPUS WARMUP UPDATES MAX_TOKENS BATCHES AVERAGE BEAM
 case $RESIDUAL in none | admin | admin-static) ;; *) die "RESIDUAL=$RESIDUAL is none of none, admin, admin-static" ;; esac
 wmt=(python "$here/wmt.py")
 
@@ -109,21 +92,7 @@ case $SYSTEM in
     *) model+=(--residual-scaling "$RESIDUAL") ;;
 esac
 case $PAIR in en-de | de-en | en-fr | fr-en) ;; *) die "PAIR=$PAIR is none of en-de, de-en, en-fr, fr-en" ;; esac
-if [ "$GPUS" -gt 0 ]; then
-    [ $((BATCHES % GPUS)) = 0 ] || die "BATCHES=$BATCHES must be a multiple of GPUS=$GPUS"
-    device=(--fp16 --distributed-world-size "$GPUS" --update-freq "$((BATCHES / GPUS))")
-    decoding=(--fp16)
-    if [ -z "$dry_run" ]; then
-        found=$(python -c 'import torch; print(torch.cuda.device_count())') || found=0
-        [ "$found" -ge "$GPUS" ] || die "GPUS=$GPUS are asked for, and PyTorch sees $found (GPUS=0 is one CPU thread)"
-    fi
-else
-    decoding=(--cpu --num-workers 0)
-    device=("${decoding[@]}" --update-freq "$BATCHES")
-fi
-
-# clear_unless_done STEP PATH: what a stopped call left of it is in the way.
-clear_unless_done() { [ -n "$dry_run" ] || [ -e "$RUN/$1.done" ] || rm -rf "$2"; }
+use_gpus --fp16
 
 # --- data, once for all systems of a pair
 RUN=$WORK/$PAIR
@@ -135,15 +104,7 @@ for name in $VALID "${tests[@]}"; do [[ " ${sets[*]-} " == *" $name "* ]] || set
 texts=("${tests[@]%%/*}")
 begin PAIR VOCAB MAX_PIECES MAX_RATIO VALID TESTS
 export SACREBLEU=$data/sacrebleu # where sacrebleu keeps test sets
-if [ -n "$smoke" ]; then
-    MIRROR=${MIRROR:-file://$(cd "$WORK" 2>/dev/null && pwd)/imitation}
-    CHECKSUMS=${CHECKSUMS:-$WORK/imitation/SHA256SUMS}
-    clear_unless_done imitate "$WORK/imitation"
-    SHOW='rror:' step imitate "${wmt[@]}" imitate --pair "$PAIR" --test-sets "${sets[@]}" \
-        --data "$here/data" --out "$WORK/imitation"
-fi
-SHOW='bytes|already|rror:' step download "${wmt[@]}" download --pair "$PAIR" --test-sets "${sets[@]}" \
-    --out "$WORK/archives" ${MIRROR:+--mirror "$MIRROR"} ${CHECKSUMS:+--checksums "$CHECKSUMS"}
+download_archives "$here/wmt.py" --pair "$PAIR" --test-sets "${sets[@]}"
 clear_unless_done text "$data/text"
 SHOW='pairs|rror:' step text "${wmt[@]}" text --pair "$PAIR" --test-sets "${sets[@]}" --archives "$WORK/archives" \
     --sacrebleu "$SACREBLEU" --out "$data/text"
@@ -169,7 +130,7 @@ step train python -m fairseq_cli.train "$data/bin" --user-dir "$repo/fairseq_sha
     --criterion label_smoothed_cross_entropy --label-smoothing 0.1 \
     --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm "$CLIP" \
     --lr "$LR" --lr-scheduler inverse_sqrt --warmup-updates "$WARMUP" --warmup-init-lr 1e-07 \
-    --max-tokens "$MAX_TOKENS" --max-update "$UPDATES" "${device[@]}" --seed "$SEED" \
+    --max-tokens "$MAX_TOKENS" --max-update "$UPDATES" "${training[@]}" --seed "$SEED" \
     --save-dir "$checkpoints" --keep-last-epochs "$AVERAGE" --log-format simple --log-interval 100 $TRAIN_ARGS
 SHOW='averaged|rror:' step average python -m fairseq_sharing.tools.main average --inputs "$checkpoints" \
     --num-epoch-checkpoints "$AVERAGE" --output "$checkpoints/averaged.pt"
