@@ -22,17 +22,15 @@ import csv
 import io
 import logging
 import re
-import shutil
-import signal
 import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from whole_folder import write_whole_folder
 
 PARTS = ("train", "valid", "test")
-STOPPED = []  # not empty once SIGTERM has come
 NUM_BINS = 80
 # The way in which fairseq reads its manifests; quotes are ordinary characters.
 TSV = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None, "doublequote": False, "lineterminator": "\n"}
@@ -321,34 +319,16 @@ def prepare(args) -> None:
         raise ValueError(f"--audio-root {args.audio_root}: no such folder")
     parts = {part: read_clips(getattr(args, part), args.audio_root) for part in PARTS if getattr(args, part)}
     model = train_sentencepiece([clip["text"] for clip in parts["train"]], args.vocab_type, args.vocab_size)
-    partial = out.parent / f".{out.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir()
+    with write_whole_folder(out) as partial:
         write_vocabulary(partial, model)
         write_config(partial, out, args.specaugment, args.sample_rate)
         features = write_features(partial, compute_all(parts, args.sample_rate, args.resample), args.features)
         for part, clips in parts.items():
             write_manifest(partial / f"{part}.tsv", clips, features)
         unknown = check_written(partial, parts)
-        if STOPPED:
-            sys.exit(143)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     for part, clips in parts.items():
         seconds = sum(features[clip["audio"]][1] for clip in clips) / 100
         print(f"{part}: {len(clips):,} clips, {seconds / 60:.1f} minutes, {unknown[part]} unknown pieces")
-
-
-def stop(*_) -> None:
-    """End the program by an exception, so that `prepare` cleans up.
-
-    Python swallows an exception raised while it runs certain callbacks, and extensions turn it into others: STOPPED
-    remembers that it was raised.
-    """
-    STOPPED.append(True)
-    sys.exit(143)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -371,7 +351,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sample-rate", type=int, default=16000, metavar="HZ", help="default: 16000")
     parser.add_argument("--resample", action="store_true", help="resample audio of other rates instead of refusing it")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, stop)
     try:
         prepare(args)
     except KeyboardInterrupt:
@@ -380,10 +359,6 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"prepare_speech.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except BaseException:
-        if STOPPED:
-            return 143
-        raise
     return 0
 
 
