@@ -35,8 +35,8 @@ if importlib.util.find_spec("fairseq") is not None:
     from . import checkpoint, upstream
 
     upstream.apply()
-    upstream.LOADING_CHECKS.append(checkpoint.refuse_into_stock_model)
+    upstream.hooks.LOADING_CHECKS.append(checkpoint.refuse_into_stock_model)
     from . import models  # noqa: F401
     from .shared_model import check_training_run
 
-    upstream.TRAINING_CHECKS.append(check_training_run)
+    upstream.hooks.TRAINING_CHECKS.append(check_training_run)

@@ -96,7 +96,7 @@ class SharedLayers:
 
 
 def check_training_run(cfg) -> None:
-    """Refuse a training that cannot be right, seeing all of fairseq's configuration (see `upstream.TRAINING_CHECKS`).
+    """Refuse a training that cannot be right, seeing all of fairseq's configuration (see `hooks.TRAINING_CHECKS`).
 
     fairseq-train shows all of it to the architecture while it parses; fairseq-hydra-train never does.
 

@@ -25,17 +25,15 @@ import hashlib
 import io
 import logging
 import re
-import shutil
-import signal
 import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from whole_folder import write_whole_folder
 
 PARTS = ("train", "valid", "test")
-STOPPED = []  # not empty once SIGTERM has come
 NUM_BINS = 80
 CLIPS_IN_ZIP = 10_000
 # The way in which fairseq reads its manifests; quotes are ordinary characters.
@@ -366,11 +364,7 @@ def prepare(args) -> None:
         tables.append((part, Path(table)))
     parts = {part: read_clips(table, args.audio_root) for part, table in tables}
     model = train_sentencepiece([clip["text"] for clip in parts["train"]], args.vocab_type, args.vocab_size)
-    partial = out.parent / f".{out.name}.partial"
-    if not args.resume:
-        shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(exist_ok=True)
+    with write_whole_folder(out, resume=args.resume) as partial:
         write_vocabulary(partial, model)
         write_config(partial, out, args.specaugment, args.sample_rate)
         clips = {clip["audio"]: clip["path"] for part in parts.values() for clip in part}  # each once
@@ -380,27 +374,11 @@ def prepare(args) -> None:
         try:
             unknown = check_written(partial, parts)
         except ValueError:
-            args.resume = args.resume and bool(STOPPED)  # what does not come back is nothing to go on from
+            shutil.rmtree(partial)  # nothing to go on from
             raise
-        if STOPPED:
-            sys.exit(143)
-        partial.rename(out)
-    finally:
-        if not args.resume:
-            shutil.rmtree(partial, ignore_errors=True)
     for part, clips in parts.items():
         seconds = sum(features[clip["audio"]][1] for clip in clips) / 100
         print(f"{part}: {len(clips):,} clips, {seconds / 60:.1f} minutes, {unknown[part]} unknown pieces")
-
-
-def stop(*_) -> None:
-    """End the program by an exception, so that `prepare` cleans up.
-
-    Python swallows an exception raised while it runs certain callbacks, and extensions turn it into others: STOPPED
-    remembers that it was raised.
-    """
-    STOPPED.append(True)
-    sys.exit(143)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -427,7 +405,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sample-rate", type=int, default=16000, metavar="HZ", help="default: 16000")
     parser.add_argument("--resample", action="store_true", help="resample audio of other rates instead of refusing it")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, stop)
     try:
         prepare(args)
     except KeyboardInterrupt:
@@ -437,10 +414,6 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"prepare_speech.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except BaseException:
-        if STOPPED:
-            return 143
-        raise
     return 0
 
 

@@ -28,14 +28,14 @@ import lzma
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
+from whole_folder import write_whole_folder
+
 PARTS = ("train", "valid", "test")
 MANIFEST = "prepared.json"
-STOPPED = []  # not empty once SIGTERM has come
 # What some reader takes for the end of a line beside "\n": universal newlines, str.splitlines, text editors.
 LINE_BREAKS = re.compile("[\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029]")
 
@@ -359,16 +359,6 @@ def prepare(args, out: Path, wanted: dict) -> dict:
     return counts
 
 
-def stop(*_) -> None:
-    """End the program by an exception, so that `run` cleans up.
-
-    Python swallows an exception raised while it runs certain callbacks, and extensions turn it into others: STOPPED
-    remembers that it was raised.
-    """
-    STOPPED.append(True)
-    sys.exit(143)
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], epilog="Files may be plain text or .xz, one sentence a line, UTF-8."
@@ -427,16 +417,8 @@ def run(args) -> None:
     if is_prepared(out, wanted):
         print(f"{args.out} is already prepared: nothing to do")
         return
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with write_whole_folder(out) as partial:
         counts = prepare(args, partial, wanted)
-        if STOPPED:
-            sys.exit(143)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     print(f"wrote {args.out}: " + ", ".join(f"{count} pairs for {part}" for part, count in counts.items()))
 
 
@@ -444,7 +426,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     check_args(parser, args)
-    signal.signal(signal.SIGTERM, stop)
     try:
         if args.check:
             check_model_fits(args.spm_model, args.check)
@@ -460,10 +441,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{parser.prog}: stopped; nothing was written", file=sys.stderr)
         return 130
-    except BaseException:
-        if STOPPED:
-            return 143
-        raise
     return 0
 
 

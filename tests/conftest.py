@@ -2,6 +2,7 @@
 
 import argparse
 import lzma
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PLUGIN = REPOSITORY / "fairseq_sharing"
 CORPUS = REPOSITORY / "examples" / "translation" / "data"
 
+sys.path.append(str(REPOSITORY / "scripts"))
 utils.import_user_module(argparse.Namespace(user_dir=str(PLUGIN)))
 torch.set_num_threads(1)
 

@@ -22,11 +22,11 @@ from fairseq.models.ema.ema import EMA
 from families import EVERY_FAMILY, FAMILIES, build_trainer, configure, evaluate, load_whole, make_data, run_train
 from torch.nn.utils import prune
 
-from fairseq_sharing import upstream
 from fairseq_sharing.checkpoint import RECORD, decode_sharing, encode_sharing
 from fairseq_sharing.sharing import Sharing
 from fairseq_sharing.tools.files import load_checkpoint
 from fairseq_sharing.tools.main import main
+from fairseq_sharing.upstream import checkpoint_files
 
 REV = ("transformer_shared_cycle_rev", *TINY, *FOUR_FROM_TWO)
 LM = ("transformer_lm_shared_cycle", *lm.TINY, "--decoder-unique-layers", "2")
@@ -683,7 +683,7 @@ def test_no_class_is_allowed_without_need(folders, tmp_path):
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
-        upstream.allow_checkpoint_classes()
+        checkpoint_files.allow_checkpoint_classes()
         allowed = torch.serialization.get_safe_globals()
         for each in allowed:
             torch.serialization.clear_safe_globals()

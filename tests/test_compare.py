@@ -98,7 +98,7 @@ def test_equal_depth_from_yaml_with_pictures(tmp_path, capsys):
     assert depths == [[3, 3]] * 3
     assert found["models"][2]["stacks"]["encoder"]["assignment"] == [0, 0, 1]
     flops = [each["total_flops"] for each in found["models"]]
-    assert flops[0] == flops[1] == flops[2]  # sharing saves no computation
+    assert flops[0] == flops[1] == flops[2]  # no decoder shares, and an encoder's sharing saves no computation
     assert [note.partition(":")[0] for note in found["notes"]] == ["CYCLE", "parts"]
     assert pictures[0].read_bytes().startswith(b"\x89PNG") and "</svg>" in pictures[1].read_text("utf-8")
     assert "exists: remove it or add --force" in fails(capsys, "transformer", "--out", pictures[0])

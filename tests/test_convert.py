@@ -1,12 +1,12 @@
 """`fairseq-sharing init` and `untie` on models of all four families that fairseq-train has trained."""
 
 import doctest
-import importlib.util
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import prepare_speech
 import pytest
 import torch
 from conftest import FOUR_FROM_TWO, PLUGIN, REPOSITORY, TINY, build, parse, run
@@ -90,12 +90,9 @@ def folders(data, tmp_path_factory) -> dict[str, Path]:
     speech = tmp_path_factory.mktemp("speech")
     lines = (CLIPS / "train.tsv").read_text("utf-8").splitlines()[:5]
     (speech / "clips.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("prepare_speech", REPOSITORY / "scripts" / "prepare_speech.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     parts = [word for part in ("train", "valid") for word in (f"--{part}", str(speech / "clips.tsv"))]
     flags = ["--audio-root", str(CLIPS), *parts, "--vocab-type", "char", "--out", str(speech / "data")]
-    assert module.main([*flags, "--specaugment", "none"]) == 0
+    assert prepare_speech.main([*flags, "--specaugment", "none"]) == 0
     return {
         "translation": data,
         "language modelling": text,

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fairseq_sharing.tools.cost import count_flops, count_memory, measure, measure_activations
 from fairseq_sharing.tools.main import main
 from fairseq_sharing.tools.model import parse_training, read_architecture
+from fairseq_sharing.tools.show import format_report
 
 C, F, H, V, S, T = 16, 32, 2, 40, 9, 6  # width, FFN, heads, symbols, length of source and target
 REV = ("transformer_shared_cycle_rev", *TINY, *FOUR_FROM_TWO)
@@ -33,10 +34,10 @@ def layer(width: int, others: int) -> int:
     return 4 * linear(width, width) + 2 * linear(width, others) + 2 * linear(width, F)
 
 
-def decoder(tokens: int, source: int) -> int:
-    """FLOPs of a decoder layer; the keys and values of cross-attention are of the source."""
+def decoder(tokens: int, source: int, layers: int = 4, sets: int = 4) -> int:
+    """FLOPs of a decoder; the keys and values of cross-attention are of the source, and each set has them once."""
     cross = 2 * linear(C, C) + 2 * linear(C, source)
-    return tokens * (layer(C, tokens) + cross) + source * 2 * linear(C, C)
+    return layers * tokens * (layer(C, tokens) + cross) + sets * source * 2 * linear(C, C)
 
 
 def convolutions(frames: int) -> tuple[int, int]:
@@ -50,14 +51,14 @@ CONVOLVED, FRAMES = convolutions(41)
 CASES = {
     "transformer": (
         [*TINY, "--encoder-layers", "4", "--decoder-layers", "4"],
-        {"encoder": 4 * S * layer(C, S), "decoder": 4 * decoder(T, S), "head": T * linear(C, V)},
+        {"encoder": 4 * S * layer(C, S), "decoder": decoder(T, S), "head": T * linear(C, V)},
     ),
     "transformer_shared_cycle_rev": (
         [*TINY, *FOUR_FROM_TWO, "--factorized-embed-dim", "8"],
         {
             "embeddings": (S + T) * linear(8, C),
             "encoder": 4 * S * layer(C, S),
-            "decoder": 4 * decoder(T, S),
+            "decoder": decoder(T, S, sets=2),
             "head": T * (linear(C, 8) + linear(8, V)),
         },
     ),
@@ -76,7 +77,7 @@ CASES = {
         {
             "convolutions": CONVOLVED,
             "encoder": 4 * FRAMES * layer(C, FRAMES),
-            "decoder": 4 * decoder(T, FRAMES),
+            "decoder": decoder(T, FRAMES, sets=1),
             "head": T * linear(C, V),
         },
     ),
@@ -99,6 +100,25 @@ def test_flops_follow_the_formula(arch):
     source, target = {"s2t": (41, T), "albert": (S, 0), "roberta": (S, 0)}.get(arch.split("_")[0], (S, T))
     tokens = target or source
     assert count_flops(model, source, target) == {name: value / tokens for name, value in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sets"),
+    [
+        (["--sharing-parts", "attention"], 2),
+        (["--sharing-parts", "ffn"], 4),
+        (["--decoder-unique-layers", "4"], 4),
+        (["--checkpoint-activations", "--ddp-backend", "legacy_ddp"], 4),
+        (["--decoder-layerdrop", "0.5", "--ddp-backend", "legacy_ddp"], 4),
+    ],
+)
+def test_keys_and_values_of_the_source_count_as_often_as_training_computes_them(flags, sets):
+    figures = measure(read_architecture(REV[0], [*REV[1:], *flags], V), S, T)
+    assert figures.flops["encoder"] * T == 4 * S * layer(C, S)
+    assert figures.flops["decoder"] * T == decoder(T, S, sets=sets)
+    assert [each["source_projections"] for each in figures.stacks.values()] == [0, sets]
+    assert ("only keys and values" in format_report(figures)) == (sets < 4)
+    assert ("saves no computation" in format_report(figures)) == (sets == 4)
 
 
 @pytest.mark.parametrize("parts", ["attention,ffn,norm", "attention", "ffn", "attention,ffn"])
@@ -209,18 +229,24 @@ def test_activations_are_what_the_allocator_holds():
     assert predicted == pytest.approx(peak_by_profiler(build("transformer", *flags), 64), rel=0.05)
     checkpointed = read_architecture("transformer", [*flags, "--checkpoint-activations"], V)
     assert measure_activations(checkpointed.model, S, T, sentences=64) < 0.6 * predicted
+    layerdrop = read_architecture("transformer", [*flags, "--decoder-layerdrop", "0.5"], V)
+    assert measure_activations(layerdrop.model, S, T, sentences=64) == predicted
 
 
 @pytest.mark.parametrize("arch", ["s2t_transformer_shared_sequence", "albert_encoder"])
-def test_sharing_saves_no_activations(arch):
-    """As much as without sharing; and of speech, which has lengths to be followed, more than one sentence."""
+def test_sharing_saves_keys_and_values_of_the_source_alone(arch):
+    """Their operations and their bytes; and of speech, which has lengths to be followed, more than one sentence."""
     flags, stacks = {"s": (S2T, ["encoder", "decoder"]), "a": (MLM, ["encoder"])}[arch[0]]
     flags = [*flags, *(word for stack in stacks for word in (f"--{stack}-layers", "2"))]
     one = [word for stack in stacks for word in (f"--{stack}-unique-layers", "1")]
     none = [word for stack in stacks for word in (f"--{stack}-sharing", "none")]
-    shared = measure(read_architecture(arch, [*flags, *one], V), sentences=2)
-    unshared = measure(read_architecture(arch, [*flags, *none], V), sentences=2)
-    assert shared.activations == unshared.activations > 0 and shared.flops == unshared.flops
+    shared, unshared = (
+        measure(read_architecture(arch, [*flags, *sharing], V), *((41, T) if arch[0] == "s" else ()), sentences=2)
+        for sharing in (one, none)
+    )
+    saved = FRAMES if arch[0] == "s" else 0  # positions whose keys and values the second layer does not compute
+    assert unshared.activations - shared.activations == 2 * 2 * saved * C * 4
+    assert (unshared.total_flops - shared.total_flops) * T == pytest.approx(2 * saved * linear(C, C))
     assert shared.unique < unshared.unique == unshared.unshared == shared.unshared
 
 
@@ -240,7 +266,8 @@ def test_json_and_markdown_hold_the_same_figures(data, capsys):
     cells = [cell.strip() for cell in next(line for line in shown.splitlines() if "| total" in line).split("|")]
     assert cells[2:4] == [f"{figures['total_parameters'][name]:,}" for name in ("unique", "without sharing")]
     assert "| head (tied to embeddings)" in shown
-    assert "saves no\ncomputation" in shown and "9 tokens of source and 6 tokens of target" in shown
+    assert "keys and values of the encoder\noutput are computed and kept once for each" in shown
+    assert "9 tokens of source and 6 tokens of target" in shown
 
 
 def test_wrong_lengths_and_folders_cost_one_sentence(tmp_path, capsys):

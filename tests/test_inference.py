@@ -17,7 +17,8 @@ from fairseq_sharing import inference
 from fairseq_sharing.inference import PackedLinear, pack_linears
 
 REV = "transformer_shared_cycle_rev"
-pytestmark = pytest.mark.skipif(not inference.can_pack(), reason="this build of torch has no oneDNN")
+# A torch that has oneDNN but not the operators that `can_pack` looks for fails here: its decoding would just be slower.
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 
 
 @pytest.fixture(autouse=True)

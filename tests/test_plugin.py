@@ -45,7 +45,7 @@ FILES = sorted(PLUGIN.rglob("*.py"))
 def test_imports_point_downward(path):
     ours = module_name(path)
     for name, dots in imports_of(path):
-        depth = len(path.relative_to(PLUGIN).parts)  # 1 at the top, 2 in models/ and tools/
+        depth = len(path.relative_to(PLUGIN).parts)  # 1 at the top, 2 in a folder
         if dots == 0 or dots < depth:
             continue  # outside the package, or a sibling within the folder
         theirs = name.strip(".").split(".")[0]

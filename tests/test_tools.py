@@ -63,7 +63,7 @@ def test_show_an_architecture(capsys):
     assert "set    0  1  2  3  4  5  5  4  3  2  1  0" in shown
     total = next(line for line in shown.splitlines() if line.startswith("total")).split()
     assert total[:3] == ["total", "60,915,712", "105,054,208"]
-    assert "the computation is the same" in shown
+    assert "58.0% of the parameters of the same depth without sharing." in shown
 
 
 def test_show_takes_training_flags_and_a_vocabulary(capsys):

@@ -3,23 +3,22 @@
 import argparse
 import os
 import pickle
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, build, build_dictionary, run
-from fairseq import checkpoint_utils, options, search, utils
+from conftest import TINY, build, build_dictionary
+from fairseq import checkpoint_utils, search, utils
 from fairseq.data import Dictionary, ListDataset, MaskTokensDataset, data_utils
 from fairseq.data.audio.data_cfg import S2TDataConfig
 from fairseq.data.audio.speech_to_text_dataset import SpeechToTextDatasetCreator
 from fairseq.file_io import PathManager
 from fairseq.models.transformer import TransformerModel
-from fairseq.tasks import TASK_REGISTRY
 from families import make_data
 
 from fairseq_sharing import upstream
+from fairseq_sharing.upstream import checkpoint_files, hooks
 
 
 def test_checkpoints_load_with_weights_only(tmp_path):
@@ -75,7 +74,7 @@ def test_a_failed_copy_leaves_the_old_checkpoint(tmp_path, monkeypatch, caplog):
             file.write(b"new")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(upstream.shutil, "copyfile", fill_the_disk)
+    monkeypatch.setattr(checkpoint_files.shutil, "copyfile", fill_the_disk)
     with pytest.raises(OSError, match="No space left"):
         PathManager.copy(str(source), str(target), overwrite=True)
     assert target.read_bytes() == b"old" and [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
@@ -88,7 +87,7 @@ def test_a_copy_appears_whole_and_through_links(tmp_path, monkeypatch):
     target.write_bytes(b"old")
     link.symlink_to(target)
     replaced = []
-    monkeypatch.setattr(upstream.os, "replace", lambda a, b, real=os.replace: (replaced.append(b), real(a, b)))
+    monkeypatch.setattr(checkpoint_files.os, "replace", lambda a, b, real=os.replace: (replaced.append(b), real(a, b)))
     assert PathManager.copy(str(source), str(link), overwrite=True)
     assert link.is_symlink() and target.read_bytes() == b"new" and replaced == [str(target)]
 
@@ -167,7 +166,7 @@ def test_each_epoch_has_masks_of_its_own():
 
 def test_checks_come_before_loading(monkeypatch):
     seen = []
-    monkeypatch.setattr(upstream, "LOADING_CHECKS", [lambda model, state: seen.append((type(model), state))])
+    monkeypatch.setattr(hooks, "LOADING_CHECKS", [lambda model, state: seen.append((type(model), state))])
     model = build("transformer", *TINY, "--encoder-layers", "1", "--decoder-layers", "1")
     state = model.state_dict()
     model.load_state_dict(state)
@@ -189,124 +188,6 @@ def test_no_sentence_is_dropped_from_the_last_batch(sentences, max_tokens):
     assert all(len(batch) % 8 == 0 or len(batch) < 8 for batch in batches[:-1])
 
 
-@pytest.mark.parametrize(
-    ("files", "languages", "sentence"),
-    [
-        (None, (None, None), "does not exist: give the --destdir of fairseq-preprocess"),
-        ([], ("en", "de"), "holds no dictionary"),
-        (["dict.en.txt"], (None, None), "holds no file <split>"),
-        (["dict.en.txt", "train.en-de.en.idx"], (None, None), None),
-        (["dict.en.txt", "dict.de.txt"], ("en", "de"), None),  # enough for fairseq-interactive
-        (["dict.en.txt", "train.en-de.en.idx", ":"], (None, None), None),  # a second shard that is not there yet
-    ],
-)
-def test_data_folders(tmp_path, files, languages, sentence):
-    folder = tmp_path / "bin"
-    if files is not None:
-        folder.mkdir()
-        for name in files:
-            if name != ":":
-                (folder / name).touch()
-    data = f"{folder}:{tmp_path}/later" if files and ":" in files else str(folder)
-    args = argparse.Namespace(data=data, source_lang=languages[0], target_lang=languages[1])
-    if sentence is None:
-        upstream.check_data_folder(args)
-    else:
-        with pytest.raises(ValueError, match=f"{folder} {sentence}"):
-            upstream.check_data_folder(args)
-
-
-@pytest.mark.parametrize("task", ["language_modeling", "masked_lm"])
-def test_text_folders(tmp_path, task):
-    _, check = upstream.DATA_CHECKS[task]
-    folder = tmp_path / "bin"
-    args = argparse.Namespace(data=f"{folder}:{tmp_path}/later")
-    with pytest.raises(ValueError, match=f"{folder} does not exist: give the --destdir of fairseq-preprocess"):
-        check(args)
-    folder.mkdir()
-    with pytest.raises(ValueError, match=f"{folder} holds no dictionary dict.txt"):
-        check(args)
-    (folder / "dict.txt").touch()
-    check(args)
-    check(argparse.Namespace(data=""))  # only a model is wanted
-
-
-def write_labelled_folder(folder: Path, labels: list[str] | None = None, text: bool = True) -> Path:
-    """Write dictionaries as fairseq-preprocess does, with words that fill up to a multiple of eight."""
-    if text:
-        (folder / "input0").mkdir(parents=True)
-        (folder / "input0" / "dict.txt").write_text("good 3\nbad 2\n", encoding="utf-8")
-    if labels is not None:
-        (folder / "label").mkdir(parents=True)
-        lines = [*(f"{label} 1" for label in labels), "madeupword0000 0", "madeupword0001 0"]
-        (folder / "label" / "dict.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("written", "settings", "sentence"),
-    [
-        (None, {}, "does not exist: give the --destdir of fairseq-preprocess"),
-        ({"text": False, "labels": ["1", "0"]}, {}, "holds no dictionary input0/dict.txt: make it with fairseq-prepr"),
-        ({}, {}, "holds no dictionary label/dict.txt: make it with fairseq-preprocess --only-source … --destdir"),
-        ({"labels": ["1", "0", "?"]}, {}, "has 3 labels in label/dict.txt, more than --num-classes 2: give the right"),
-        ({"labels": ["1", "0"]}, {}, None),
-        ({"labels": ["1", "0"]}, {"num_classes": 5}, None),
-        ({}, {"regression_target": True, "num_classes": 1}, None),  # numbers have no dictionary
-    ],
-)
-def test_labelled_folders(tmp_path, written, settings, sentence, caplog):
-    folder = tmp_path / "reviews" if written is None else write_labelled_folder(tmp_path / "reviews", **written)
-    args = argparse.Namespace(**{"data": str(folder), "num_classes": 2, "regression_target": False, **settings})
-    if sentence is None:
-        upstream.check_labelled_folder(args)
-    else:
-        with pytest.raises(ValueError, match=re.escape(f"data folder {folder} {sentence}")) as caught:
-            upstream.check_labelled_folder(args)
-        assert str(caught.value) in caplog.messages
-
-
-@pytest.mark.parametrize(
-    ("task", "flags", "sentence"),
-    [
-        ("masked_lm", ["--arch", "albert_encoder"], "holds no dictionary dict.txt"),
-        ("language_modeling", ["--arch", "transformer_lm_shared_cycle"], "holds no dictionary dict.txt"),
-        (
-            "sentence_prediction",
-            ["--arch", "albert_encoder", "--criterion", "sentence_prediction", "--num-classes", "2"],
-            "holds no dictionary label/dict.txt",
-        ),
-    ],
-)
-def test_wrong_data_is_refused_while_parsing_and_by_the_task(tmp_path, task, flags, sentence):
-    data = write_labelled_folder(tmp_path / "data")
-    arguments = [str(data), "--task", task, *flags]
-    with pytest.raises(ValueError, match=f"data folder {data} {sentence}"):
-        options.parse_args_and_arch(options.get_training_parser(), arguments)
-    with pytest.raises(ValueError, match=f"data folder {data} {sentence}"):
-        TASK_REGISTRY[task].setup_task(argparse.Namespace(data=str(data), num_classes=2))
-
-
-def test_training_without_labels_says_so(tmp_path):
-    output = run(
-        [
-            *("fairseq-train", write_labelled_folder(tmp_path / "data"), "--user-dir", upstream.__file__[:-12]),
-            *("--task", "sentence_prediction", "--criterion", "sentence_prediction", "--num-classes", 2),
-            *("--arch", "albert_encoder", "--save-dir", tmp_path / "save", "--optimizer", "adam", "--cpu"),
-        ],
-        check=False,
-    )
-    assert f"data folder {tmp_path / 'data'} holds no dictionary label/dict.txt" in output
-    assert not (tmp_path / "save").exists()
-
-
-def test_decoding_without_data_says_so(tmp_path):
-    output = run(
-        ["fairseq-generate", tmp_path / "no", "--path", "x.pt", "--user-dir", upstream.__file__[:-12]], check=False
-    )
-    assert f"data folder {tmp_path / 'no'} does not exist" in output
-
-
 def test_diverse_beams_compare_a_sentence_with_itself():
     """Whatever the sentences' numbers in the data, and when some of a batch are finished."""
 
@@ -321,3 +202,8 @@ def test_diverse_beams_compare_a_sentence_with_itself():
     expected = search_three_steps([0, 1, 2])
     for numbers in ([2, 0, 1], [700, 30, 4]):
         assert all(map(torch.equal, search_three_steps(numbers), expected))
+
+
+def test_diverse_beams_can_be_scripted():
+    """TorchScript compiles upstream's own function, as it does without the plugin."""
+    torch.jit.script(search.DiverseBeamSearch(build_dictionary(), num_groups=2, diversity_strength=0.5))

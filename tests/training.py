@@ -4,14 +4,11 @@ import io
 import logging
 import sys
 
+import check_gpu
 from commands import Command
-from conftest import REPOSITORY
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import open_dict
-
-sys.path.append(str(REPOSITORY / "scripts"))
-import check_gpu
 
 
 def configure(command: list, **common):

@@ -20,7 +20,7 @@ from ..architecture import check_heads, check_quant_noise, set_defaults
 from ..embedding import FactorizedEmbedding
 from ..options import add_factorized_args, add_layernorm_args, refuse, resolve_sharing
 from ..shared_model import SharedLayers
-from ..upstream import check_data
+from ..upstream.data_folder import check_data
 
 
 class FactorizedSentenceEncoder(TransformerEncoder):

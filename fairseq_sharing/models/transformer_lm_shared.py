@@ -25,7 +25,7 @@ from ..architecture import (
 )
 from ..options import as_text, extend_config, refuse, resolve_residual_scaling, resolve_sharing
 from ..shared_model import SharedLayers
-from ..upstream import check_data
+from ..upstream.data_folder import check_data
 
 
 class SharedLanguageModel(SharedLayers, TransformerLanguageModel):

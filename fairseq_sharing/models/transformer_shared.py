@@ -23,7 +23,7 @@ from ..architecture import (
 from ..embedding import ProjectedEmbedding
 from ..options import add_factorized_args, add_residual_args, refuse, resolve_residual_scaling, resolve_sharing
 from ..shared_model import SharedLayers
-from ..upstream import check_data
+from ..upstream.data_folder import check_data
 
 
 @register_model("transformer_shared")

@@ -30,6 +30,7 @@ from .show import (
     check_sentences,
     format_lengths,
     format_megabytes,
+    saves_projections,
 )
 
 HELP = "compare the parameters, memory and FLOPs of several models, with a picture"
@@ -388,13 +389,16 @@ def format_comparison(figures: list, markdown: bool = False) -> str:
         disable_numparse=True,
         colalign=("left", *["right"] * len(figures)),
     )
-    lengths = {format_lengths(each.lengths, "convolutions" in each.parameters) for each in figures}
+    saved = "Sharing saves parameters, and what goes with them; each of N layers is computed all the same"
+    if any(map(saves_projections, figures)):
+        saved += ", but for\nkeys and values of the encoder output, which are computed once for each parameter set"
+    lengths = sorted({format_lengths(each.lengths, "convolutions" in each.parameters) for each in figures})
     return "\n".join(
         [
             table,
             "",
-            "Sharing saves parameters, and what goes with them; each of N layers is computed all the same.",
-            f"FLOPs: forward pass over {' or '.join(sorted(lengths))}, per token of the target; a multiply-add is two.",
+            f"{saved}.",
+            f"FLOPs: forward pass of training over {' or '.join(lengths)}, per target token; a multiply-add is two.",
         ]
     )
 

@@ -1,7 +1,8 @@
 """What a model costs: parameters, memory, bytes to save and to send, operations. Nothing is trained or even computed.
 
 Parameters and bytes are counted from the tensors' shapes. FLOPs come from torch's own counter, which sees every matrix
-product and convolution of one forward pass over fake tensors, so that a layer that is used k times counts k times.
+product and convolution of a training's forward pass over fake tensors: each of N layers counts, whatever it shares, and
+keys and values of the encoder output count once for the layers that take them from one another (see `attention`).
 """
 
 import re
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..attention import SharedProjection
 from .model import Subject, paths_of, sharing_of, stacks_of
 
 # What modules outside of the stacks belong to, by a part of their name; the first that fits. A tensor that has two
@@ -52,11 +54,12 @@ class Figures:
     Attributes:
         name: what the model is called.
         vocabulary: symbols in the dictionaries of the source and the target.
-        stacks: sizes, layers N, parameter sets M, assignment and shared parts of each stack.
+        stacks: sizes, layers N, parameter sets M, assignment and shared parts of each stack, and how many of its layers
+            project the encoder output in training.
         parameters: unique parameters and parameters without sharing, by component; they add up to the model.
         lengths: the length of source and target that FLOPs and activations are for.
-        flops: floating-point operations of a forward pass per token of the target (of the only text, where there is
-            one), by component; None where the pass cannot be followed.
+        flops: floating-point operations of a training's forward pass per token of the target (of the only text, where
+            there is one), by component; None where the pass cannot be followed.
         why_no_flops: the reason then.
         memory: bytes in training without activations, by precision and kind.
         all_reduced: bytes of the gradients that workers exchange per update, by precision.
@@ -172,7 +175,7 @@ def choose_lengths(model, source_length: int | None, target_length: int | None) 
 
 
 def describe_stack(layers) -> dict:
-    """Return N, M, the assignment, the shared parts and the sizes of a stack."""
+    """Return sizes, N, M, the assignment and the shared parts of a stack, and how many layers project the source."""
     sharing = sharing_of(layers)
     layer = layers[0]
     return {
@@ -183,7 +186,14 @@ def describe_stack(layers) -> dict:
         "parameter_sets": len(set(sharing.assignment)),
         "assignment": list(sharing.assignment),
         "parts": list(sharing.parts),
+        "source_projections": sum(projects_source(layers[index]) for index in range(len(layers))),
     }
+
+
+def projects_source(layer) -> bool:
+    """Whether a layer computes keys and values of the encoder output in training, and takes them from no other."""
+    attention = getattr(layer, "encoder_attn", None)
+    return attention is not None and getattr(attention.k_proj, "lends", True)
 
 
 def component_of(name: str, paths: dict[str, str], norms: set[str]) -> str:
@@ -268,7 +278,7 @@ class NoPadding(TorchFunctionMode):
 
 
 def run_forward(model, source_length: int, target_length: int, sentences: int = 1):
-    """Compute the scores of all symbols, as in evaluation; within the model's fake mode and `NoPadding`.
+    """Compute the scores of all symbols; within the model's fake mode and `NoPadding`.
 
     Returns:
         Scores.  # B x T x V
@@ -295,7 +305,7 @@ def run_forward(model, source_length: int, target_length: int, sentences: int = 
 
 
 def count_flops(model, source_length: int, target_length: int) -> dict[str, float]:
-    """Return floating-point operations of a forward pass by component, per token of the target.
+    """Return floating-point operations of a training's forward pass by component, per token of the target.
 
     A multiplication and its addition count as two. Counted are matrix products, attention among them (all T x T of
     it, as it is computed without a fused kernel), and convolutions. The source's share is in it: S / T of its tokens
@@ -317,8 +327,8 @@ def count_flops(model, source_length: int, target_length: int) -> dict[str, floa
         no_padding = NoPadding(model, source_length)
         if isinstance(embedding, AdaptiveInput):
             model.decoder.embed_tokens = embedding.embeddings[0]
-        # With gradients: without, fairseq's encoder leaves torch's operators for one that is not counted.
-        with mode, no_padding, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        counter = FlopCounterMode(display=False)
+        with mode, training_untied(model), no_padding, sdpa_kernel(SDPBackend.MATH), counter:
             run_forward(model, source_length, target_length)
     except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
         raise ValueError(f"the forward pass of {type(model).__name__} cannot be followed: {error}") from error
@@ -371,28 +381,31 @@ class PeakMemory(TorchDispatchMode):
 
 @contextmanager
 def training_untied(model):
-    """Let a model train with a tensor for every name of a parameter, and without gradients that stay; then undo it."""
+    """Let a model train with a tensor for every name of a parameter, and without gradients that stay; then undo it.
+
+    Projections that run once for several layers stay tied.
+    """
     tied, seen, handles = [], set(), []
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if id(parameter) in seen:
-            path, _, leaf = name.rpartition(".")
-            tied.append((model.get_submodule(path), leaf, parameter))
-            setattr(*tied[-1][:2], torch.nn.Parameter(parameter.detach(), parameter.requires_grad))
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if id(parameter) in seen and not isinstance(module, SharedProjection):
+            tied.append((module, leaf, parameter))
+            setattr(module, leaf, torch.nn.Parameter(parameter.detach(), parameter.requires_grad))
         seen.add(id(parameter))
-    layerdrop = [(module, module.p) for module in model.modules() if isinstance(module, LayerDropModuleList)]
     try:
-        for module, _ in layerdrop:
-            module.p = 0
         for parameter in model.parameters():
             handles.append(parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None)))
-        yield model.train()
+        model.train()
+        for module in model.modules():
+            if isinstance(module, LayerDropModuleList):
+                module.training = False  # it yields every layer
+        yield
     finally:
         for handle in handles:
             handle.remove()
         for module, leaf, parameter in tied:
             setattr(module, leaf, parameter)
-        for module, probability in layerdrop:
-            module.p = probability
         model.eval()
 
 

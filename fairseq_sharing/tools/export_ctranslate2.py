@@ -116,7 +116,7 @@ def convert(trained: Trained, config: dict, weights: dict, data: Path, quantizat
     """Let CTranslate2 convert the plain model; its converter wants arguments as old versions of fairseq kept them."""
     from ctranslate2.converters import FairseqConverter
 
-    from ..upstream import allow_checkpoint_classes
+    from ..upstream.checkpoint_files import allow_checkpoint_classes
 
     task = {**trained.task, "task": TASKS[trained.family], "data": str(data)}
     arguments = Namespace(**{**task, **config, "arch": config["_name"], "task": TASKS[trained.family]})

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..upstream import first_line
+from ..upstream.checkpoint_files import first_line
 
 
 def load_checkpoint(path: str) -> dict:

@@ -1,7 +1,8 @@
 """Show which layer uses which parameter set and what the model costs, without data and without training.
 
 Sharing saves parameters, and with them memory for weights, gradients and the optimizer, the size of checkpoints and
-what workers exchange; the computation is that of N layers. fairseq's own Transformers can be shown beside.
+what workers exchange. The computation is that of N layers, but for keys and values of the encoder output. fairseq's own
+Transformers can be shown beside.
 
 Examples:
     fairseq-sharing show --arch transformer_shared_cycle_rev --share-all-embeddings
@@ -178,23 +179,35 @@ def format_megabytes(size: int) -> str:
     return f"{size / MEGABYTE:,.1f}" if size else "-"
 
 
+def saves_projections(figures) -> bool:
+    """Whether some layers take keys and values of the encoder output from others."""
+    return any(0 < each["source_projections"] < each["layers"] for each in figures.stacks.values())
+
+
 def explain(figures) -> list[str]:
     """Return in words what the tables say."""
     lines = []
     if figures.unique < figures.unshared:
         lines += [
-            f"{figures.unique / figures.unshared:.1%} of the parameters of the same depth without sharing; the "
-            "computation is the same.",
-            "Sharing saves parameters, and with them memory, checkpoint size and traffic between workers. It saves no",
-            "computation: each of the N layers is computed, and keeps its activations.",
+            f"{figures.unique / figures.unshared:.1%} of the parameters of the same depth without sharing.",
+            "Sharing saves parameters, and with them memory, checkpoint size and traffic between workers.",
         ]
+        if saves_projections(figures):
+            lines += [
+                "Each of the N layers is computed, and keeps its activations; only keys and values of the encoder",
+                "output are computed and kept once for each parameter set.",
+            ]
+        else:
+            lines.append(
+                "In training it saves no computation: each of the N layers is computed, and keeps its activations."
+            )
     else:
         lines.append("Nothing is shared: each layer has its own parameters.")
     if figures.flops is None:
         lines.append(f"FLOPs are not known: {figures.why_no_flops}.")
     else:
         lengths = format_lengths(figures.lengths, "convolutions" in figures.parameters)
-        lines.append(f"FLOPs: forward pass over {lengths}, per token of the target; a multiply-add is two.")
+        lines.append(f"FLOPs: forward pass of training over {lengths}, per target token; a multiply-add is two.")
     if figures.activations is not None:
         lines.append("Activations: most bytes alive in one training step, in fp32 and with unfused attention.")
     return lines

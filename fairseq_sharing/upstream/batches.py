@@ -1,0 +1,54 @@
+"""Batches: none is lost, and after resuming they are those that an uninterrupted run has."""
+
+import numpy as np
+from fairseq.data import LRUCacheDataset
+
+
+def keep_the_last_batch(batch_by_size, indices, *args, **kwargs):
+    """Keep the sentences of a last batch whose size is no multiple of --required-batch-size-multiple (default 8).
+
+    Upstream's last version drops that batch: of 30 test sentences fairseq-generate translates 24, and the longest
+    sentences are never trained on (facebookresearch/fairseq issue 5036). Its releases did not.
+    """
+    indices = indices if isinstance(indices, np.ndarray) else np.fromiter(indices, dtype=np.int64, count=-1)
+    batches = batch_by_size(indices, *args, **kwargs)
+    if kwargs.get("fixed_shapes") is not None:
+        return batches
+    rest = indices[sum(map(len, batches)) :]
+    return [*batches, rest] if len(rest) else batches
+
+
+def batch_as_in_the_first_epoch(get_batch_iterator, self, dataset, *args, **kwargs):
+    """Put the same sentences into batches after resuming as before.
+
+    Upstream sorts them once, by a seed of the epoch in which its process starts, and uses these batches in all epochs:
+    a run that is resumed after its first epoch goes on with others.
+    """
+    epoch = kwargs.get("epoch", 1)
+    renewed = (kwargs.get(name) for name in ("disable_iterator_cache", "update_epoch_batch_itr"))
+    kept = self.can_reuse_epoch_itr(dataset) and not any(renewed) and not getattr(self.cfg, "rebuild_batches", False)
+    if not kept or dataset in self.dataset_to_epoch_iter:
+        return get_batch_iterator(self, dataset, *args, **kwargs)
+    first = {"epoch": 1}
+    if getattr(self, "seed_counts_epochs", False):
+        first["seed"] = kwargs["seed"] - epoch + 1
+    iterator = get_batch_iterator(self, dataset, *args, **{**kwargs, **first})
+    iterator.epoch = epoch
+    dataset.set_epoch(epoch)
+    return iterator
+
+
+def tell_task_about_seed(get_train_iterator, self, *args, **kwargs):
+    """Tell the task whether its batches get a seed that grows with the epoch: --update-ordered-indices-seed."""
+    self.task.seed_counts_epochs = self.cfg.dataset.update_ordered_indices_seed
+    return get_train_iterator(self, *args, **kwargs)
+
+
+def forget_masks_of_the_last_epoch(set_epoch, self, *args, **kwargs):
+    """Empty the caches of masked sentences when an epoch begins.
+
+    Upstream keeps the last few by their numbers, whatever the epoch: what ends one epoch and begins the next is masked
+    as before. So masks depend on the batches, and a resumed run, whose cache is empty, sees others.
+    """
+    LRUCacheDataset.__getitem__.cache_clear()
+    return set_epoch(self, *args, **kwargs)
