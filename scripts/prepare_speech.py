@@ -25,6 +25,7 @@ import hashlib
 import io
 import logging
 import re
+import shutil
 import sys
 import zipfile
 from collections.abc import Iterator
