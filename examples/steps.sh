@@ -105,6 +105,13 @@ step() {
     echo "$((SECONDS - started)) seconds" >>"$RUN/$name.done"
 }
 
+# pack NAME: leave what tables and pictures read of a training's log in $RUN/NAME.log.xz, without paths and configuration.
+pack() {
+    [ -n "$dry_run" ] ||
+        grep -E '\{"epoch"|residual scalings measured|coder: [0-9]+ layer|shared model params|Loaded checkpoint' \
+            "$RUN/$1.log" | sed "s|$RUN/||g" | xz -9e >"$RUN/$1.log.xz"
+}
+
 # read_options ARGUMENT...: set dry_run and smoke; --help prints the comment at the top of the script.
 read_options() {
     local option

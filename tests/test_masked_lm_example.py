@@ -57,6 +57,34 @@ def test_a_resumed_epoch_counts_once_and_an_unfinished_one_not(tmp_path):
     assert compare.read_accuracy(log) == (61, 51)
 
 
+def test_the_table_of_what_is_shared(tmp_path):
+    """Wide embeddings first, in the order of ALBERT's table; what has not ended its pretraining is left out."""
+    for name, loss in (("none-32", 6.1), ("all-32", 6.4), ("all-128", 6.3), ("ffn-32", None)):
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [
+            "num. shared model params: 1,234 (num. trained: 1,234)",
+            f"valid on 'valid' subset | loss {loss} | ppl 9",
+        ]
+        (folder / "pretrain.log").write_text("\n".join(lines), encoding="utf-8")
+        if loss:
+            (folder / "pretrain.done").touch()
+        write_run(folder, "1e-3", 1, (70, 61))
+        write_run(folder, "1e-3", 2, (70, 63))
+    command = [sys.executable, EXAMPLE / "sharing.py", tmp_path]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert cells[0] == ["shared", "E", "parameters", "masked-LM loss (bits)", "novels, accuracy (%)", "seeds"]
+    assert [row[:4] for row in cells[2:]] == [
+        ["all", "128", "1,234", "6.3"],
+        ["all", "32", "1,234", "6.4"],
+        ["nothing", "32", "1,234", "6.1"],
+    ]
+    assert cells[2][4:] == ["62.0 ± 1.4", "2"]
+    refused = subprocess.run([*command[:2], tmp_path / "all-32"], capture_output=True, text=True)
+    assert refused.returncode == 2 and "holds no finished pretraining" in refused.stderr
+
+
 def test_a_run_without_results_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compare.py", "--run", str(tmp_path), "--set", "novels"])
     (tmp_path / "novels.train.label").write_text("emma\n", encoding="utf-8")

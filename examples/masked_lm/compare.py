@@ -102,8 +102,10 @@ def format_table(run: Path, name: str) -> str:
     parts = read_labelled(name, labelled)
     lines = [f"{name}: {labelled:,} labelled sentences, {len(set(parts['train'][0]))} classes"]
     rows = [("majority class", "", *(f"{majority(parts[part][0]):.1f}" for part in ("valid", "test")), "")]
-    for start in STARTS:
-        runs = read_runs(run, name, start)
+    found = {start: read_runs(run, name, start) for start in STARTS}
+    for start, runs in found.items():
+        if not runs and any(found.values()):
+            continue  # not asked for
         chosen = best_rate(runs)
         for other in sorted(runs.keys() - {chosen}, key=float):
             seed, (valid, _) = min(runs[other].items())

@@ -23,6 +23,7 @@ MAX_TOKENS=${MAX_TOKENS:-1024}                     # tokens per update
 MASKED=${MASKED:-0.25}                             # share of pieces to predict
 VALIDATE=${VALIDATE:-2500}                         # updates from one validation to the next
 SETS=${SETS:-novels reviews}                       # what to fine-tune on
+STARTS=${STARTS:-unpretrained pretrained}          # from what
 LABELLED_NOVELS=${LABELLED_NOVELS:-1000}           # sentences with labels, of 34,854
 LABELLED_REVIEWS=${LABELLED_REVIEWS:-2000}         # of 8,024
 EPOCHS_NOVELS=${EPOCHS_NOVELS:-12}                 # epochs of fine-tuning
@@ -42,7 +43,10 @@ NEEDS="fairseq sentencepiece sklearn"
 for set in $SETS; do
     [[ $set =~ ^(novels|reviews)$ ]] || die "SETS=$SETS names $set: there are novels and reviews"
 done
-# Sets, rates and seeds may change between two calls: others are added.
+for start in $STARTS; do
+    [[ $start =~ ^(unpretrained|pretrained)$ ]] || die "STARTS=$STARTS names $start: there are unpretrained and pretrained"
+done
+# Sets, starts, rates and seeds may change between two calls: others are added.
 begin LAYERS UNIQUE EMBED FFN HEADS FACTORIZED MODEL_ARGS VOCAB COPIES UPDATES WARMUP LR MAX_TOKENS MASKED VALIDATE \
     LABELLED_NOVELS LABELLED_REVIEWS EPOCHS_NOVELS EPOCHS_REVIEWS TUNE_BATCH
 
@@ -95,7 +99,7 @@ tune() {
         "${restore[@]+"${restore[@]}"}" --save-dir "$RUN/$name" --seed "$seed"
 }
 for set in $SETS; do
-    for start in unpretrained pretrained; do
+    for start in $STARTS; do
         for rate in $TUNE_RATES; do tune "$set" $start "$rate" "${SEEDS%% *}"; done
         rate=$(python "$here/compare.py" --run "$RUN" --set "$set" --best-rate $start)
         for seed in $SEEDS; do tune "$set" $start "$rate" "$seed"; done

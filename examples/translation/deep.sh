@@ -31,6 +31,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/desk.sh"
 
 begin ARCH UNIQUE EMBED FFN HEADS VOCAB MAX_PIECES UPDATES WARMUP MAX_TOKENS DROPOUT LOG_INTERVAL VALIDATE DATA
 prepare_text
+widths=(--encoder-embed-dim "$EMBED" --decoder-embed-dim "$EMBED" --encoder-ffn-embed-dim "$FFN"
+    --decoder-ffn-embed-dim "$FFN" --encoder-attention-heads "$HEADS" --decoder-attention-heads "$HEADS")
 sharing=()
 case $ARCH in transformer_shared_*) sharing=(--encoder-unique-layers "$UNIQUE" --decoder-unique-layers "$UNIQUE") ;; esac
 for layers in $LAYERS; do
@@ -42,8 +44,8 @@ for layers in $LAYERS; do
                     *) residual=(--residual-scaling "$system") ;;
                 esac
                 train "$system-layers$layers-lr$lr-updates$UPDATES-tokens$MAX_TOKENS-seed$seed" --arch "$ARCH" \
-                    --encoder-layers "$layers" --decoder-layers "$layers" ${sharing[@]+"${sharing[@]}"} \
-                    "${residual[@]}" --lr "$lr" --seed "$seed" --log-layer-gradient-norms --keep-interval-updates 1
+                    --encoder-layers "$layers" --decoder-layers "$layers" "${widths[@]}" \
+                    ${sharing[@]+"${sharing[@]}"} "${residual[@]}" --lr "$lr" --seed "$seed" --log-layer-gradient-norms --keep-interval-updates 1
             done
         done
     done

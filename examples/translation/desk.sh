@@ -1,6 +1,5 @@
 # What the comparisons at desk size have in common: the quick start's text, and one training. Sourced, not run, once the
-# variables are set: DATA, RUN, VOCAB, MAX_PIECES, EMBED, FFN, HEADS, WARMUP, MAX_TOKENS, DROPOUT, UPDATES, LOG_INTERVAL,
-# VALIDATE.
+# variables are set: DATA, RUN, VOCAB, MAX_PIECES, WARMUP, MAX_TOKENS, DROPOUT, UPDATES, LOG_INTERVAL, VALIDATE.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)
 DATA=${DATA:-$here/data}
@@ -16,17 +15,14 @@ prepare_text() {
         --test "$DATA/test.en.xz" "$DATA/test.de.xz" --vocab-size "$VOCAB" --max-pieces "$MAX_PIECES"
 }
 
-# train NAME FLAGS...: train on one CPU thread, into $RUN/NAME, and leave the log in $RUN/NAME.log.xz without paths and
-# configuration. FLAGS are those of the model, the learning rate, the seed and what to keep.
+# train NAME FLAGS...: train on one CPU thread, into $RUN/NAME. FLAGS are those of the model, the learning rate, the seed
+# and what to keep.
 train() {
     local name=$1
     shift
     SHOW='valid_loss|residual scalings|Loaded checkpoint|rror:' \
         step "$name" python -m fairseq_cli.train "$RUN/data/bin" --user-dir "$repo/fairseq_sharing" \
-        --task translation -s en -t de --share-all-embeddings \
-        --encoder-embed-dim "$EMBED" --decoder-embed-dim "$EMBED" \
-        --encoder-ffn-embed-dim "$FFN" --decoder-ffn-embed-dim "$FFN" \
-        --encoder-attention-heads "$HEADS" --decoder-attention-heads "$HEADS" --dropout "$DROPOUT" \
+        --task translation -s en -t de --share-all-embeddings --dropout "$DROPOUT" \
         --criterion label_smoothed_cross_entropy --label-smoothing 0.1 \
         --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0 \
         --lr-scheduler inverse_sqrt --warmup-updates "$WARMUP" --warmup-init-lr 1e-07 \
@@ -34,8 +30,5 @@ train() {
         --cpu --num-workers 0 --save-dir "$RUN/$name" --no-epoch-checkpoints \
         --save-interval-updates "$VALIDATE" --validate-interval 1000000 --save-interval 1000000 \
         --log-format json --log-interval "$LOG_INTERVAL" "$@"
-    if [ -z "$dry_run" ]; then
-        grep -E '\{"epoch"|residual scalings measured|coder: [0-9]+ layer|shared model params|Loaded checkpoint' \
-            "$RUN/$name.log" | sed "s|$RUN/||g" | xz -9e >"$RUN/$name.log.xz"
-    fi
+    pack "$name"
 }

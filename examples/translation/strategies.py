@@ -7,155 +7,26 @@ Example:
 """
 
 import argparse
-import csv
-import lzma
-import re
 import statistics
 import sys
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
-from fairseq_sharing.tools.logs import JSON_LINE, Validation, parse_json, read_lines, read_validations  # noqa: E402
+sys.path.insert(0, str(HERE.parent))
+from trainings import Run, main, read_lines, spread  # noqa: E402
 
-NAME = re.compile(r"(?P<norm>pre-ln|admin)-(?P<system>[a-z_]+)-lr(?P<lr>[\d.e-]+)-seed(?P<seed>\d+)\.log(\.xz)?")
-NORMS = {"pre-ln": "Pre-LN", "admin": "Post-LN, Admin"}
-SYSTEMS = {
-    "vanilla": "Vanilla",
-    "universal": "Universal",
-    "sequence": "SEQUENCE",
-    "cycle": "CYCLE",
-    "cycle_rev": "CYCLE (REV)",
-    "unshared": "nothing shared",
-}
 SAMPLES = 1000  # of the bootstrap
+ENDING = "de.xz"
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one training has left.
-
-    Attributes:
-        path: its log.
-        norm: a key of NORMS.
-        system: a key of SYSTEMS.
-        lr: the highest learning rate, as it was written.
-        seed: of fairseq-train.
-    """
-
-    path: Path
-    norm: str
-    system: str
-    lr: str
-    seed: int
-
-    @cached_property
-    def validations(self) -> list[Validation]:
-        """The validations, in the order of updates."""
-        return read_validations(self.path)
-
-    @property
-    def loss(self) -> float:
-        """The last validation loss, in bits per token, without smoothing."""
-        return self.validations[-1].loss
-
-    @cached_property
-    def lines(self) -> list[str]:
-        """The lines of the log."""
-        return read_lines(self.path)
-
-    @property
-    def parameters(self) -> int:
-        """The unique parameters."""
-        return int(self.find(r"shared model params: ([\d,]+)")[1].replace(",", ""))
-
-    @property
-    def layers(self) -> tuple[int, int]:
-        """N and M of the decoder."""
-        found = self.find(r"decoder: (\d+) layers?(?: from (\d+) parameter sets?)?")
-        return int(found[1]), int(found[2] or found[1])
-
-    @property
-    def tokens_per_second(self) -> float:
-        """The median over the intervals of the log."""
-        records = (parse_json(match[0]) for match in map(JSON_LINE.search, self.lines) if match)
-        return statistics.median(float(record["wps"]) for record in records if "wps" in (record or ()))
-
-    def find(self, pattern: str) -> re.Match:
-        """Return the first match in the log.
-
-        Raises:
-            ValueError: there is none.
-        """
-        for line in self.lines:
-            if found := re.search(pattern, line):
-                return found
-        raise ValueError(f"{self.path} has no line with {pattern}")
-
-    def translation(self, when: str) -> list[str] | None:
-        """Return the translations of the test part, or None where there are none."""
-        path = self.path.parent / f"{self.path.name.partition('.log')[0]}.{when}.de.xz"
-        return lzma.open(path, "rt", encoding="utf-8").read().splitlines() if path.exists() else None
-
-
-def read_runs(folder: Path) -> list[Run]:
-    """Return the finished trainings of a folder.
-
-    Raises:
-        ValueError: it holds none.
-    """
-    found = []
-    for path in sorted(folder.glob("*.log.xz")):
-        name = NAME.fullmatch(path.name)
-        if name and name["system"] in SYSTEMS:
-            found.append(Run(path, name["norm"], name["system"], name["lr"], int(name["seed"])))
-    if not found:
-        raise ValueError(f"{folder} holds no log of a finished training")
-    return found
-
-
-def best_rate(runs: list[Run]) -> str:
-    """Return the learning rate with the best validation loss for the seed that was trained with most of them."""
-    seeds = {run.seed for run in runs}
-    first = max(sorted(seeds), key=lambda seed: len({run.lr for run in runs if run.seed == seed}))
-    return min((run for run in runs if run.seed == first), key=lambda run: (run.loss, float(run.lr))).lr
-
-
-def group(runs: list[Run], norm: str, system: str) -> list[Run]:
-    """Return the trainings of a system, by seed, at the learning rate that was chosen for it."""
-    own = [run for run in runs if (run.norm, run.system) == (norm, system)]
-    rate = best_rate(own) if own else None
-    return sorted((run for run in own if run.lr == rate), key=lambda run: run.seed)
-
-
-def when_vanilla_ended(runs: list[Run], name: str, every: int) -> int | None:
-    """Return the last saved update of a training that came before the end of Vanilla's, in minutes of training.
-
-    None where Vanilla was not trained with this normalisation and seed.
-    """
-    (run,) = (run for run in runs if run.path.name == f"{name}.log.xz")
-    baseline = next((each for each in group(runs, run.norm, "vanilla") if each.seed == run.seed), None)
-    if baseline is None:
-        return None
-    end = baseline.validations[-1].minutes
-    return max(
-        (each.updates for each in run.validations if each.minutes <= end and each.updates % every == 0), default=None
-    )
-
-
-def spread(values: list[float], digits: int) -> str:
-    """Return the mean and, of several, the standard deviation."""
-    mean = f"{statistics.fmean(values):,.{digits}f}"
-    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
-
-
-def score(translations: list[list[str]], reference: list[str]):
+def score(translations: list[list[str]], reference: list[str]) -> tuple[list[float], list[float]]:
     """Return BLEU and chrF2 of each translation."""
     from sacrebleu.metrics import BLEU, CHRF
 
-    return [[metric.corpus_score(lines, [reference]).score for lines in translations] for metric in (BLEU(), CHRF())]
+    bleu, chrf = (
+        [metric.corpus_score(lines, [reference]).score for lines in translations] for metric in (BLEU(), CHRF())
+    )
+    return bleu, chrf
 
 
 def bootstrap(baseline: list[str], other: list[str], reference: list[str]) -> float:
@@ -163,106 +34,36 @@ def bootstrap(baseline: list[str], other: list[str], reference: list[str]) -> fl
     from sacrebleu.metrics import BLEU
     from sacrebleu.significance import PairedTest
 
+    if baseline == other:
+        return 1.0  # sacrebleu finds no sample that differs more than not at all, and gives its smallest value
     named = [("Baseline", baseline), ("other", other)]
     _, scores = PairedTest(named, {"BLEU": BLEU()}, [reference], test_type="bs", n_samples=SAMPLES)()
     return scores["BLEU"][1].p_value
 
 
-def tabulate_runs(runs: list[Run], reference: list[str]) -> list[dict]:
-    """Return a row for each system: means over the seeds at the learning rate that was chosen."""
-    rows = []
-    for norm in NORMS:
-        baselines = {run.seed: run for run in group(runs, norm, "vanilla")}
-        for system, title in SYSTEMS.items():
-            own = group(runs, norm, system)
-            if not own:
-                continue
-            depth, sets = own[0].layers
-            row = {
-                "norm": NORMS[norm],
-                "system": title,
-                "N": depth,
-                "M": sets,
-                "parameters": f"{own[0].parameters:,}",
-                "rate": own[0].lr,
-                "seeds": len(own),
-                "tokens/s": f"{statistics.fmean(run.tokens_per_second for run in own):,.0f}",
-                "minutes": f"{statistics.fmean(run.validations[-1].minutes for run in own):.0f}",
-                "perplexity": spread([2**run.loss for run in own], 2),
-            }
-            for when, label in (("end", ""), ("same-time", " in Vanilla's time")):
-                found = [(run.seed, run.translation("end" if system == "vanilla" else when)) for run in own]
-                if any(lines is None for _, lines in found):
-                    continue
-                bleu, chrf = score([lines for _, lines in found], reference)
-                row[f"BLEU{label}"] = spread(bleu, 2)
-                if when == "end":
-                    row["chrF2"] = spread(chrf, 2)
-                if system != "vanilla" and all(seed in baselines for seed, _ in found):
-                    values = [bootstrap(baselines[seed].translation("end"), lines, reference) for seed, lines in found]
-                    row[f"p{label}"] = " ".join(f"{value:.3f}" for value in values)
-            rows.append(row)
-    return rows
+def results(runs: list[Run], when: str, baselines: dict[int, Run], args) -> dict[str, str]:
+    """Return the columns of one system's translations: BLEU, at the end chrF2, and the p-value of each seed."""
+    found = [run.result(when, ENDING) for run in runs]
+    if any(lines is None for lines in found):
+        return {}
+    reference = read_lines(args.reference)
+    bleu, chrf = score(found, reference)
+    columns = {"BLEU": spread(bleu, 2)} | ({"chrF2": spread(chrf, 2)} if when == "end" else {})
+    if runs[0].system != "vanilla" and all(run.seed in baselines for run in runs):
+        values = [
+            bootstrap(baselines[run.seed].result("end", ENDING), lines, reference)
+            for run, lines in zip(runs, found, strict=True)
+        ]
+        columns["p"] = " ".join(f"{value:.3f}" for value in values)
+    return columns
 
 
-def tabulate_rates(runs: list[Run]) -> list[dict]:
-    """Return a row for each system: the last validation perplexity at each learning rate, with the first seed."""
-    rates = sorted({run.lr for run in runs}, key=float)
-    rows = []
-    for norm in NORMS:
-        for system, title in SYSTEMS.items():
-            own = [run for run in runs if (run.norm, run.system) == (norm, system)]
-            if own:
-                first = min(run.seed for run in own)
-                found = {run.lr: f"{2**run.loss:.2f}" for run in own if run.seed == first}
-                rows.append({"norm": NORMS[norm], "system": title, **{rate: found.get(rate, "") for rate in rates}})
-    return rows
-
-
-def write_scores(runs: list[Run], reference: list[str], path: Path) -> None:
-    """Write what `fairseq-sharing curves --results` draws."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["name", "bleu", "parameters", "speed (tokens per second)"])
-        for norm in NORMS:
-            for system, title in SYSTEMS.items():
-                if own := group(runs, norm, system):
-                    bleu, _ = score([run.translation("end") for run in own], reference)
-                    speed = statistics.fmean(run.tokens_per_second for run in own)
-                    name = f"{title}, {NORMS[norm]}"
-                    writer.writerow([name, f"{statistics.fmean(bleu):.2f}", own[0].parameters, f"{speed:.0f}"])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="with logs and translations, the RUN of strategies.sh")
-    parser.add_argument(
-        "--best-rate", metavar="NORM-SYSTEM", help="print the learning rate with the best validation loss"
-    )
-    parser.add_argument("--when-vanilla-ended", metavar="NAME", help="print the update it was at then")
-    parser.add_argument("--every", type=int, default=1, metavar="U", help="of updates that were saved")
-    parser.add_argument("--reference", type=Path, default=HERE / "data" / "test.de.xz", metavar="FILE")
-    parser.add_argument("--scores", type=Path, metavar="FILE", help="write a CSV for fairseq-sharing curves --results")
-    args = parser.parse_args()
-    try:
-        runs = read_runs(args.folder)
-        if args.best_rate:
-            print(best_rate([run for run in runs if f"{run.norm}-{run.system}" == args.best_rate]))
-        elif args.when_vanilla_ended:
-            print(when_vanilla_ended(runs, args.when_vanilla_ended, args.every) or "")
-        else:
-            from tabulate import tabulate
-
-            reference = read_lines(args.reference)
-            for rows in (tabulate_runs(runs, reference), tabulate_rates(runs)):
-                print(tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True), end="\n\n")
-            if args.scores:
-                write_scores(runs, reference, args.scores)
-    except ValueError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+def mean_bleu(runs: list[Run], args) -> float:
+    """Return the mean BLEU at the end of training."""
+    return statistics.fmean(score([run.result("end", ENDING) for run in runs], read_lines(args.reference))[0])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reference", type=Path, default=HERE / "data" / "test.de.xz", metavar="FILE")
+    sys.exit(main(parser, "bleu", mean_bleu, results))

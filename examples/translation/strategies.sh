@@ -8,44 +8,35 @@
 # Each system is trained at each of LRS with the first seed; the rate with the best validation loss is taken for the other
 # seeds. Each training is decoded at its end, and where it was when Vanilla of the same NORM and seed had ended. Stopped by
 # Ctrl-C or otherwise, the same command goes on from the last saved model; what is finished is not done again. More SYSTEMS,
-# NORMS, LRS and SEEDS may be asked for in a later call with the same RUN. Two cores take a call each, one for each of NORMS,
-# with RUNs of their own; what strategies.py reads of both goes into one folder: *.log.xz and *.de.xz.
-SYSTEMS=${SYSTEMS:-vanilla universal sequence cycle cycle_rev unshared}
-NORMS=${NORMS:-pre-ln admin} # Pre-LN; Post-LN with --residual-scaling admin
-LRS=${LRS:-0.002 0.004}      # the highest learning rate, reached after WARMUP updates
-SEEDS=${SEEDS:-1 2 3}
-LAYERS=${LAYERS:-6}                       # N of each stack of the strategies, and of the model without sharing
-UNIQUE=${UNIQUE:-3}                       # M; Vanilla and Universal have so many layers
-WIDTH=${WIDTH:-64}                        # of all but Universal; the FFN is four times as wide
-UNIVERSAL_WIDTH=${UNIVERSAL_WIDTH:-100}   # gives it the parameters of the others
+# NORMS, LRS and SEEDS (see ../strategies.sh) may be asked for in a later call with the same RUN. Two cores take a call each,
+# one for each of NORMS, with RUNs of their own; what strategies.py reads of both goes into one folder: *.log.xz, *.de.xz.
+LAYERS=${LAYERS:-6}             # N of each stack of the strategies, and of the model that shares nothing
+UNIQUE=${UNIQUE:-3}             # M; Vanilla and Universal have so many layers
+SHARED_WIDTH=${SHARED_WIDTH:-64} # of all but Universal; the FFN is four times as wide
+UNIVERSAL_WIDTH=${UNIVERSAL_WIDTH:-100} # gives it the parameters of the others
 HEADS=${HEADS:-4}
-VOCAB=${VOCAB:-2000}           # SentencePiece pieces for both languages together
-MAX_PIECES=${MAX_PIECES:-48}   # longer training sentences are left out
-UPDATES=${UPDATES:-20000}      # training length
-WARMUP=${WARMUP:-1600}
-MAX_TOKENS=${MAX_TOKENS:-500}  # tokens per update
+VOCAB=${VOCAB:-2000}          # SentencePiece pieces for both languages together
+MAX_PIECES=${MAX_PIECES:-48}  # longer training sentences are left out
+UPDATES=${UPDATES:-20000}     # training length
+WARMUP=${WARMUP:-1600}        # updates until the learning rate is at its highest; then it falls with the square root
+MAX_TOKENS=${MAX_TOKENS:-500} # tokens per update
 DROPOUT=${DROPOUT:-0}
 LOG_INTERVAL=${LOG_INTERVAL:-500} # updates between two lines of the log
-VALIDATE=${VALIDATE:-1000}     # updates between two validations, each of which saves the model
-AVERAGE=${AVERAGE:-5}          # how many saved models to average for decoding
+VALIDATE=${VALIDATE:-1000}        # updates between two validations, each of which saves the model
+AVERAGE=${AVERAGE:-5}             # how many saved models to average for decoding
 BEAM=${BEAM:-4}
 LENPEN=${LENPEN:-1.0}
-RUN=${RUN:-strategies-run}     # folder for everything that is written
+RUN=${RUN:-strategies-run} # folder for everything that is written
 
 NEEDS="fairseq sentencepiece sacrebleu"
 # shellcheck source=desk.sh
 source "$(dirname "${BASH_SOURCE[0]}")/desk.sh"
-for system in $SYSTEMS; do
-    [[ $system =~ ^(vanilla|universal|sequence|cycle|cycle_rev|unshared)$ ]] ||
-        die "SYSTEMS=$SYSTEMS names $system: there are vanilla, universal, sequence, cycle, cycle_rev and unshared"
-done
-for norm in $NORMS; do
-    [[ $norm =~ ^(pre-ln|admin)$ ]] || die "NORMS=$NORMS names $norm: there are pre-ln and admin"
-done
+# shellcheck source=../strategies.sh
+source "$here/../strategies.sh"
 results() { python "$here/strategies.py" "$RUN" "$@"; }
 
-# finish NAME WHEN: decode the average of the last models up to an update, or to the end, into $RUN/NAME.WHEN.de.xz.
-finish() {
+# decode NAME WHEN UPDATE: the average of the last models up to an update, into $RUN/NAME.WHEN.de.xz.
+decode() {
     local name=$1 when=$2 last=$3
     SHOW='averaged|rror:' step "$name-average-$when" python -m fairseq_sharing.tools.main average --inputs "$RUN/$name" \
         --num-update-checkpoints "$AVERAGE" --checkpoint-upper-bound "$last" --output "$RUN/$name/averaged-$when.pt"
@@ -56,40 +47,21 @@ finish() {
     grep '^H-' "$RUN/$name-decode-$when.log" | sed 's/^H-//' | sort -n -k1,1 | cut -f3 | xz -9e >"$RUN/$name.$when.de.xz"
 }
 
-# compare NORM SYSTEM LR SEED
 compare() {
-    local norm=$1 system=$2 lr=$3 seed=$4 name=$1-$2-lr$3-seed$4 layers=$LAYERS model last
-    EMBED=$WIDTH
-    case $system in
-        vanilla) layers=$UNIQUE model=(--arch transformer_shared_sequence --encoder-sharing none --decoder-sharing none) ;;
-        unshared) model=(--arch transformer_shared_sequence --encoder-sharing none --decoder-sharing none) ;;
-        universal) layers=$UNIQUE EMBED=$UNIVERSAL_WIDTH model=(--arch transformer_shared_universal) ;;
-        *) model=(--arch "transformer_shared_$system" --encoder-unique-layers "$UNIQUE" --decoder-unique-layers "$UNIQUE") ;;
-    esac
-    FFN=$((4 * EMBED))
-    case $norm in
-        pre-ln) model+=(--encoder-normalize-before --decoder-normalize-before) ;;
-        *) model+=(--residual-scaling "$norm") ;;
-    esac
-    train "$name" "${model[@]}" --encoder-layers "$layers" --decoder-layers "$layers" --lr "$lr" --seed "$seed"
+    local name=$1 system=$2 norm=$3 lr=$4 seed=$5 last
+    describe_model transformer "$system" "$norm" encoder decoder
+    train "$name" "${model[@]}" --lr "$lr" --seed "$seed"
     if [ -n "$dry_run" ] || [ -e "$RUN/$name.finished" ]; then return; fi
-    finish "$name" end "$UPDATES"
-    if [ "$system" != vanilla ]; then # by the training time of Vanilla with the same norm and seed
+    decode "$name" end "$UPDATES"
+    if [ "$system" != vanilla ]; then
         last=$(results --when-vanilla-ended "$name" --every "$VALIDATE")
-        if [ -n "$last" ]; then finish "$name" same-time "$last"; fi
+        if [ -n "$last" ]; then decode "$name" same-time "$last"; fi
     fi
     find "$RUN/$name" -name 'checkpoint*.pt' -delete # each is as large as three models
     touch "$RUN/$name.finished"
 }
 
-begin LAYERS UNIQUE WIDTH UNIVERSAL_WIDTH HEADS VOCAB MAX_PIECES UPDATES WARMUP MAX_TOKENS DROPOUT LOG_INTERVAL VALIDATE \
-    AVERAGE BEAM LENPEN DATA
+begin LAYERS UNIQUE SHARED_WIDTH UNIVERSAL_WIDTH HEADS VOCAB MAX_PIECES UPDATES WARMUP MAX_TOKENS DROPOUT LOG_INTERVAL \
+    VALIDATE AVERAGE BEAM LENPEN DATA
 prepare_text
-first=${SEEDS%% *}
-for norm in $NORMS; do
-    for system in $SYSTEMS; do
-        for lr in $LRS; do compare "$norm" "$system" "$lr" "$first"; done
-        best=$(results --best-rate "$norm-$system")
-        for seed in $SEEDS; do compare "$norm" "$system" "$best" "$seed"; done
-    done
-done
+each_training

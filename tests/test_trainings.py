@@ -1,0 +1,133 @@
+"""The comparisons of strategies in examples/: which rate is chosen, when Vanilla had ended, and the tables."""
+
+import importlib.util
+import json
+import lzma
+import subprocess
+import sys
+
+import pytest
+from commands import environment
+from conftest import REPOSITORY
+
+FAMILIES = {"translation": "de.xz", "language_modeling": "txt"}
+spec = importlib.util.spec_from_file_location("trainings", REPOSITORY / "examples" / "trainings.py")
+trainings = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(trainings)
+
+
+def call(script, values: dict[str, str]) -> subprocess.CompletedProcess:
+    return subprocess.run([script], env=values, capture_output=True, text=True)
+
+
+def read(path) -> list[str]:
+    return lzma.decompress(path.read_bytes()).decode("utf-8").splitlines()
+
+
+def write_log(folder, name: str, seconds: float, losses: list[float]) -> None:
+    """Write the log of a training that validates after each thousand updates, so many seconds apart."""
+    lines = ["decoder: 6 layers from 3 parameter sets (cycle): 0 1 2 0 1 2", "num. shared model params: 478,208 (…)"]
+    for number, loss in enumerate(losses, 1):
+        wall, updates = number * seconds, 1000 * number
+        lines.append(json.dumps({"epoch": 1, "wps": "2000", "num_updates": str(updates), "wall": str(wall)}))
+        valid = {"valid_nll_loss": str(loss), "valid_loss": "9", "valid_ppl": "1", "valid_num_updates": str(updates)}
+        lines.append(json.dumps({"epoch": 1, **valid}))
+    (folder / f"{name}.log.xz").write_bytes(lzma.compress("\n".join(lines).encode()))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Vanilla takes 60 seconds for a thousand updates, CYCLE 100; CYCLE is better at 0.004 with the first seed."""
+    write_log(tmp_path, "pre-ln-vanilla-lr0.002-seed1", 60, [6, 5, 4])
+    write_log(tmp_path, "pre-ln-vanilla-lr0.004-seed1", 60, [6, 5, 4.5])
+    write_log(tmp_path, "pre-ln-vanilla-lr0.002-seed2", 60, [6, 5, 5])
+    write_log(tmp_path, "pre-ln-cycle-lr0.002-seed1", 100, [6, 5, 3.5])
+    write_log(tmp_path, "pre-ln-cycle-lr0.004-seed1", 100, [6, 5, 3])
+    write_log(tmp_path, "pre-ln-cycle-lr0.004-seed2", 100, [6, 5, 4])
+    write_log(tmp_path, "admin-cycle-lr0.002-seed1", 100, [6, 5, 3.5])
+    return tmp_path
+
+
+def test_the_rate_is_that_of_the_first_seed(folder):
+    runs = trainings.read_runs(folder)
+    assert [run.lr for run in trainings.group(runs, "pre-ln", "vanilla")] == ["0.002", "0.002"]
+    assert [run.loss for run in trainings.group(runs, "pre-ln", "cycle")] == [3, 4]
+    (rates,) = (row for row in trainings.tabulate_rates(runs) if row["system"] == "CYCLE" and row["norm"] == "Pre-LN")
+    assert rates == {"norm": "Pre-LN", "system": "CYCLE", "0.002": f"{2**3.5:.2f}", "0.004": "8.00"}
+
+
+def test_when_vanilla_ended(folder):
+    """After 180 seconds: CYCLE had done 1,800 updates, of which 1,000 were saved."""
+    runs = trainings.read_runs(folder)
+    assert trainings.when_vanilla_ended(runs, "pre-ln-cycle-lr0.004-seed2", 1000) == 1000
+    assert trainings.when_vanilla_ended(runs, "admin-cycle-lr0.002-seed1", 1000) is None
+
+
+def test_the_table_of_perplexities(folder):
+    """Mean and standard deviation over the seeds, at the chosen rate; what was not tried is left empty."""
+    for name, when, value in (
+        ("pre-ln-cycle-lr0.004-seed1", "end", 40),
+        ("pre-ln-cycle-lr0.004-seed2", "end", 44),
+        ("pre-ln-vanilla-lr0.002-seed1", "end", 50),
+        ("pre-ln-vanilla-lr0.002-seed2", "end", 50),
+    ):
+        (folder / f"{name}.{when}.txt").write_text(f"Loss (base 2): 5.3, Perplexity: {value}\n")
+    command = [sys.executable, REPOSITORY / "examples" / "language_modeling" / "strategies.py", folder]
+    done = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (row,) = (line for line in done.splitlines() if "| CYCLE" in line and "42.00 ± 2.83" in line)
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:7] == ["Pre-LN", "CYCLE", "6", "3", "478,208", "0.004", "2"] and cells[-1] == ""
+    empty = subprocess.run([*command[:2], folder.parent], capture_output=True, text=True)
+    assert empty.returncode == 2 and "holds no log of a finished training" in empty.stderr
+
+
+def test_the_bootstrap_tells_what_differs(tmp_path):
+    """The same translation is no better, one with a single better sentence hardly, and one that is the reference is."""
+    spec = importlib.util.spec_from_file_location("bleu", REPOSITORY / "examples" / "translation" / "strategies.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    reference = read(REPOSITORY / "examples" / "translation" / "data" / "test.de.xz")
+    worse = [" ".join(line.split()[:-1]) for line in reference]
+    assert module.bootstrap(worse, list(worse), reference) == 1
+    assert 0.05 < module.bootstrap(worse, [reference[0], *worse[1:]], reference) < 0.9
+    assert module.bootstrap(worse, reference, reference) < 0.01
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrong_settings(family, tmp_path):
+    script = REPOSITORY / "examples" / family / "strategies.sh"
+    for values, sentence in (
+        ({"SYSTEMS": "vanilla circle"}, "SYSTEMS=vanilla circle names circle"),
+        ({"NORMS": "post-ln"}, "NORMS=post-ln names post-ln"),
+    ):
+        done = call(script, environment(RUN=str(tmp_path / "run"), **values))
+        assert done.returncode == 2 and sentence in done.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_systems_from_text_to_table(family, tmp_path):
+    """Both rates with the first seed, the better one with the second; then nothing is left to do."""
+    ending, source = FAMILIES[family], REPOSITORY / "examples" / family / "data"
+    (tmp_path / "data").mkdir()
+    for path in source.glob("*.xz"):
+        lines = read(path)[: 100 if "train" in path.name else 20]
+        (tmp_path / "data" / path.name).write_bytes(lzma.compress("".join(f"{line}\n" for line in lines).encode()))
+    run = tmp_path / "run"
+    sizes = {"SHARED_WIDTH": "16", "UNIVERSAL_WIDTH": "24", "HEADS": "2", "VOCAB": "300", "UPDATES": "8", "WARMUP": "2"}
+    steps = {"VALIDATE": "2", "AVERAGE": "1", "LOG_INTERVAL": "2", "LRS": "0.001 0.004", "SEEDS": "1 2"}
+    values = environment(
+        **sizes, **steps, SYSTEMS="vanilla cycle", NORMS="pre-ln", DATA=str(tmp_path / "data"), RUN=str(run)
+    )
+    script = REPOSITORY / "examples" / family / "strategies.sh"
+    done = call(script, values)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len(list(run.glob("*.log.xz"))) == len(list(run.glob(f"*.end.{ending}"))) == 6
+    assert all(str(tmp_path).encode() not in lzma.decompress(log.read_bytes()) for log in run.glob("*.log.xz"))
+    assert not list(run.glob("*/checkpoint*.pt"))
+    reference = ["--reference", tmp_path / "data" / "test.de.xz"] if family == "translation" else []
+    command = [sys.executable, script.with_suffix(".py"), run, *reference, "--scores", tmp_path / "scores.csv"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert table.count("| Pre-LN | ") == 4 and (tmp_path / "scores.csv").read_text("utf-8").count("\n") == 3
+    again = call(script, values)
+    assert again.returncode == 0 and "done training" not in again.stdout
