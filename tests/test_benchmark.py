@@ -8,6 +8,7 @@ from conftest import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "scripts"))
 import benchmark
+import benchmark_scaling
 
 SMALL = ["--layers", "4", "--sets", "2", "--width", "64", "--vocab-size", "50", "--turns", "2", "--batch", "2x4"]
 
@@ -99,3 +100,41 @@ def test_import_and_albert(monkeypatch):
     assert [row["pair"] for row in benchmark.measure_albert(args)] == ["albert"] * 3
     (row,) = benchmark.measure_import(args)
     assert row["added_seconds"]["cpu"] == row["cpu_seconds"][0] - row["cpu_seconds"][1]
+
+
+def test_what_grows_must_be_possible(capsys):
+    for words, message in (
+        (["--grow", "M", "--values", "7"], "--sets 7 must be between 1 and --layers 6"),
+        (["--values", "7"], "--values goes with one --grow"),
+    ):
+        with pytest.raises(SystemExit):
+            benchmark_scaling.parse_arguments([*words, "--out", "x"])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_grows_is_measured_and_drawn(tmp_path):
+    """Memory is that of the formula; what shares nothing does not grow with M."""
+    words = [
+        "--grow",
+        "M",
+        "--values",
+        "1",
+        "2",
+        "--layers",
+        "4",
+        "--width",
+        "64",
+        "--vocab-size",
+        "50",
+        "--length",
+        "4",
+    ]
+    benchmark_scaling.main([*words, "--turns", "2", "--out", str(tmp_path / "found")])
+    points = json.loads((tmp_path / "found.json").read_text("utf-8"))["points"]["M"]
+    for value, point in points.items():
+        sets = int(value)
+        assert point["cycle_rev"]["memory"] == 16 * parameters(50, 64, sets, sets) / 1e6
+        assert point["stock"]["memory"] == 16 * parameters(50, 64, 4, 4) / 1e6
+        assert all(each[what] > 0 for each in point.values() for what in ("step", "decoding"))
+    assert (tmp_path / "found-M.png").stat().st_size > 5000
