@@ -1,8 +1,8 @@
-"""Measure and draw how time and memory grow with N at the same M, with M at the same N, with the width, with the length.
+"""Measure and draw how time and memory grow with N at the same M, with M at the same N, with width and with length.
 
-Each point is a model that shares layers (CYCLE (REV)) and fairseq's Transformer of the same depth, in processes of their
-own that take turns (see benchmark.py): the median of a training step, the bytes of parameters, gradients and Adam, and
-the median of a beam search. Seconds are those of the processor, on a GPU of the clock. One picture for each of the four.
+Each point is a model that shares layers (CYCLE (REV)) and fairseq's Transformer of the same depth, in processes of
+their own that take turns (see benchmark.py): the median of a training step, the bytes of parameters, gradients and
+Adam, and the median of a beam search. Seconds are those of the processor, on a GPU of the clock. One picture for each.
 
     python scripts/benchmark_scaling.py --out results      results.json, results-N.png, -M.png, -width.png, -length.png
     python scripts/benchmark_scaling.py --grow N --values 6 12 18 24 --sets 6 --out results
