@@ -6,6 +6,8 @@ mechanism, `sharing`, ties an existing stack of layers to it; the models are fai
     strategies     (N, M) -> assignment, the parameter set of each layer
     sharing        tie a stack of layers to an assignment
     embedding      V x E and E x H in place of V x H
+    residual       Admin: scaled residual connections
+    gradients      the gradient norm that each layer contributes
     attention      keys and values of the encoder output once for each parameter set
     inference      packed matrices for decoding on the CPU
     checkpoint     one copy of each tensor when saving, ties restored and compared when loading

@@ -362,7 +362,7 @@ def test_scores_are_those_of_a_full_forward_pass_and_caches_are_apart(family, be
 
 # --- without the plugin ---
 
-FORGOTTEN = [  # what fairseq's last line says, as in the README's table
+FORGOTTEN = [  # what fairseq's last line says, as in docs/limits.md
     ("translation", ["fairseq-generate"], "Weights only load failed"),
     ("translation", ["fairseq-validate", "--task", "translation", "--max-tokens", 1000], "Weights only load failed"),
     ("speech", ["fairseq-generate", "--task", "speech_to_text"], "Weights only load failed"),
@@ -372,12 +372,12 @@ FORGOTTEN = [  # what fairseq's last line says, as in the README's table
 
 
 @pytest.mark.parametrize(("name", "words", "message"), FORGOTTEN)
-def test_the_readme_explains_a_forgotten_user_dir(name, words, message, request):
+def test_a_forgotten_user_dir_is_explained(name, words, message, request):
     family = request.getfixturevalue(name)
     program, *flags = words
     output = run([program, family.data, "--path", family.shared, "--cpu", "--num-workers", 0, *flags], check=False)
     assert message in output
-    assert f"| `{message}" in (REPOSITORY / "README.md").read_text("utf-8")
+    assert f"| `{message}" in (REPOSITORY / "docs" / "limits.md").read_text("utf-8")
 
 
 # --- the other ways in ---

@@ -135,9 +135,9 @@ cli_main()
 
 
 def assert_explained(result: subprocess.CompletedProcess, message: str) -> None:
-    """Fairseq stops with a message that the README's table explains."""
+    """Fairseq stops with a message that docs/limits.md explains."""
     assert result.returncode != 0 and message in result.stderr.strip().splitlines()[-1]
-    assert f"| `{message}" in (REPOSITORY / "README.md").read_text("utf-8")
+    assert f"| `{message}" in (REPOSITORY / "docs" / "limits.md").read_text("utf-8")
 
 
 def test_the_bare_name_in_the_parent_of_a_clone(tmp_path):

@@ -41,7 +41,7 @@ def fails(capsys, *argv) -> str:
 
 
 def counted(counts: dict) -> tuple[str, str]:
-    """Return unique parameters and those without sharing as the README writes them."""
+    """Return unique parameters and those without sharing as the tables write them."""
     return tuple(f"{sum(row[column] for row in counts.values()):,}" for column in ("unique", "without sharing"))
 
 
@@ -135,13 +135,17 @@ def test_show_refuses(tmp_path, capsys):
     assert "--encoder-unique-layers 40 must be between 1 and --encoder-layers 12" in sentence
 
 
-def test_the_readmes_table_of_architectures_is_true():
-    rows = re.findall(
-        r"^\| `(transformer_shared_\w+)` \|(.*)\|$", (REPOSITORY / "README.md").read_text("utf-8"), re.MULTILINE
-    )
+def rows_of(family: str) -> list[tuple[str, list[str]]]:
+    """Return the architectures of a family with the other cells of their rows in docs/architectures.md."""
+    tables = (REPOSITORY / "docs" / "architectures.md").read_text("utf-8")
+    rows = re.findall(rf"^\| `({family}\w*)` \|(.*)\|$", tables, re.MULTILINE)
+    return [(arch, [cell.strip() for cell in cells.split("|")]) for arch, cells in rows]
+
+
+def test_the_table_of_architectures_is_true():
+    rows = rows_of("transformer_shared_")
     assert len(rows) == len(PRESETS) * len(SIZES)
-    for arch, cells in rows:
-        layers, sets, widths, heads, unique, unshared = (cell.strip() for cell in cells.split("|"))
+    for arch, (layers, sets, widths, heads, unique, unshared) in rows:
         args = parse_architecture(arch, ["--share-all-embeddings"])
         assert (layers, sets) == (str(args.decoder_layers), str(args.decoder_unique_layers))
         assert widths == f"{args.decoder_embed_dim} / {args.decoder_ffn_embed_dim}"
@@ -150,12 +154,10 @@ def test_the_readmes_table_of_architectures_is_true():
         assert (unique, unshared) == counted(counts)
 
 
-def test_the_readmes_table_of_language_models_is_true():
-    readme = (REPOSITORY / "README.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(transformer_lm_shared_\w+)` \|(.*)\|$", readme, re.MULTILINE)
+def test_the_table_of_language_models_is_true():
+    rows = rows_of("transformer_lm_shared_")
     assert len(rows) == 7
-    for arch, cells in rows:
-        layers, sets, widths, heads, vocabulary, unique, unshared = (cell.strip() for cell in cells.split("|"))
+    for arch, (layers, sets, widths, heads, vocabulary, unique, unshared) in rows:
         config = parse_architecture(arch, [] if arch.endswith("wiki103") else ["--share-decoder-input-output-embed"])
         assert (layers, sets) == (str(config.decoder_layers), str(config.decoder_unique_layers))
         assert widths == f"{config.decoder_embed_dim} / {config.decoder_ffn_embed_dim}"
@@ -164,14 +166,12 @@ def test_the_readmes_table_of_language_models_is_true():
         assert (unique, unshared) == counted(counts)
 
 
-def test_the_readmes_table_of_speech_models_is_true():
-    readme = (REPOSITORY / "README.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(s2t_transformer_shared_\w+)` \|(.*)\|$", readme, re.MULTILINE)
+def test_the_table_of_speech_models_is_true():
+    rows = rows_of("s2t_transformer_shared_")
     assert {arch for arch, _ in rows} == {
         name for name in ARCH_MODEL_REGISTRY if name.startswith("s2t_transformer_shared_")
     }
-    for arch, cells in rows:
-        layers, sets, widths, heads, unique, unshared = (cell.strip() for cell in cells.split("|"))
+    for arch, (layers, sets, widths, heads, unique, unshared) in rows:
         config = parse_architecture(arch, ["--share-decoder-input-output-embed"])
         assert layers == f"{config.encoder_layers} + {config.decoder_layers}"
         assert sets == f"{config.encoder_unique_layers} + {config.decoder_unique_layers}"
@@ -192,12 +192,10 @@ def test_show_speech_to_text(tmp_path, capsys):
     assert "encoder: 12 layers, each with its own parameters" in capsys.readouterr().out
 
 
-def test_the_readmes_table_of_masked_language_models_is_true():
-    readme = (REPOSITORY / "README.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(albert_encoder\w*)` \|(.*)\|$", readme, re.MULTILINE)
+def test_the_table_of_masked_language_models_is_true():
+    rows = rows_of("albert_encoder")
     assert len(rows) == 5
-    for arch, cells in rows:
-        layers, sets, widths, heads, embed, unique, unshared = (cell.strip() for cell in cells.split("|"))
+    for arch, (layers, sets, widths, heads, embed, unique, unshared) in rows:
         args = parse_architecture(arch, [])
         assert (layers, sets) == (str(args.encoder_layers), str(args.encoder_unique_layers))
         assert widths == f"{args.encoder_embed_dim} / {args.encoder_ffn_embed_dim}"
