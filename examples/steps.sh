@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What the scripts of the examples have in common: sourced, not run.
 #
 # A script sets its variables, calls `begin NAME...` with the names of those that may not change between two calls with
@@ -10,7 +11,7 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONUNBUFFERED=1
 dry_run=${dry_run:-}
 smoke=
 NEEDS=${NEEDS:-fairseq sentencepiece} # modules of Python
-child= viewer=
+child='' viewer=''
 SHOW='train_inner|valid on|model params|parameter sets? \(|residual scalings|Loaded checkpoint|done training|Evaluated|Perplexity|rror:'
 
 die() {
@@ -22,10 +23,8 @@ die() {
 stop() {
     local result=$? pid
     trap - EXIT
-    for pid in $child $viewer; do
-        kill -TERM "$pid" 2>/dev/null || true
-        wait "$pid" 2>/dev/null || true
-    done
+    if [ -n "$child" ]; then kill -TERM "$child" 2>/dev/null || true; fi
+    for pid in $child $viewer; do wait "$pid" 2>/dev/null || true; done
     if [ "$result" -ge 128 ]; then printf '\n%s: stopped; the same command goes on from here\n' "$0" >&2; fi
     exit "$result"
 }
@@ -90,13 +89,11 @@ step() {
     before=$(wc -l <"$log")
     "$@" >>"$log" 2>&1 9>&- &
     child=$!
-    tail -n "+$((before + 1))" -f "$log" 9>&- > >(grep --line-buffered -E "$SHOW" 9>&- || true) &
+    tail -n "+$((before + 1))" -f --pid="$child" -s 0.1 "$log" 9>&- | grep --line-buffered -E "$SHOW" 9>&- &
     viewer=$!
     wait "$child" || failed=1
     child=
-    sleep 1 # for the last lines to be shown
-    kill "$viewer"
-    wait "$viewer" 2>/dev/null || true
+    wait "$viewer" || true # it ends after the child, with the last line shown
     viewer=
     if [ "$failed" = 1 ]; then
         tail -n 5 "$log" >&2
@@ -156,19 +153,21 @@ use_gpus() {
 # clear_unless_done STEP PATH: what a stopped call left of it is in the way.
 clear_unless_done() { [ -n "$dry_run" ] || [ -e "$RUN/$1.done" ] || rm -rf "$2"; }
 
-# download_archives PROGRAM FLAG...: `PROGRAM download` into $WORK/archives, from MIRROR and against CHECKSUMS if set. With
-# smoke they are those that `PROGRAM imitate` makes of the data that ship with the example.
+# download_archives PROGRAM FLAG...: `PROGRAM download` from MIRROR and against CHECKSUMS if set, into the folder `archives`.
+# With smoke they are those that `PROGRAM imitate` makes of the data that ship with the example.
 download_archives() {
-    local program=$1 folder=$WORK
+    local program=$1 folder=$RUN
     shift
+    archives=$WORK/archives # one for all data folders
     if [ -n "$smoke" ]; then
         [[ $folder = /* ]] || folder=$PWD/$folder
         MIRROR=${MIRROR:-file://$folder/imitation}
-        CHECKSUMS=${CHECKSUMS:-$WORK/imitation/SHA256SUMS}
-        clear_unless_done imitate "$WORK/imitation"
-        SHOW='rror:' step imitate python "$program" imitate "$@" --data "$here/data" --out "$WORK/imitation"
+        CHECKSUMS=${CHECKSUMS:-$RUN/imitation/SHA256SUMS}
+        archives=$RUN/archives
+        clear_unless_done imitate "$RUN/imitation"
+        SHOW='rror:' step imitate python "$program" imitate "$@" --data "$here/data" --out "$RUN/imitation"
     fi
-    SHOW='bytes|already|rror:' step download python "$program" download "$@" --out "$WORK/archives" \
+    SHOW='bytes|already|rror:' step download python "$program" download "$@" --out "$archives" \
         ${MIRROR:+--mirror "$MIRROR"} ${CHECKSUMS:+--checksums "$CHECKSUMS"}
 }
 

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What the comparisons of strategies have in common, for all families: sourced, not run, after steps.sh and the variables.
 #
 # A script says what one training is in a function `compare NAME SYSTEM NORM LR SEED`, and calls `each_training` with the

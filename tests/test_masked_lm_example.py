@@ -15,6 +15,7 @@ EXAMPLE = REPOSITORY / "examples" / "masked_lm"
 sys.path.insert(0, str(EXAMPLE))
 import compare  # noqa: E402
 import prepare  # noqa: E402
+import runs  # noqa: E402
 
 
 def log_line(epoch: int, part: str, accuracy: float) -> str:
@@ -39,12 +40,12 @@ def test_choices_are_made_on_valid_only(tmp_path):
     write_run(tmp_path, "1e-3", 2, (71, 62))
     write_run(tmp_path, "3e-4", 2, (99, 99), done=False)
     (tmp_path / "tune-novels-unpretrained-1e-3-seed3.done").touch()
-    runs = compare.read_runs(tmp_path, "novels", "pretrained")
-    assert runs == {"1e-3": {1: (75, 60), 2: (71, 62)}, "3e-4": {1: (73, 97)}}
-    assert compare.best_rate(runs) == "1e-3"
-    assert compare.mean_and_spread([60.0, 62.0]) == "61.0 ± 1.4"
+    found = runs.read_runs(tmp_path, "novels", "pretrained")
+    assert found == {"1e-3": {1: (75, 60), 2: (71, 62)}, "3e-4": {1: (73, 97)}}
+    assert runs.best_rate(found) == "1e-3"
+    assert runs.mean_and_spread([60.0, 62.0]) == "61.0 ± 1.4"
     with pytest.raises(ValueError, match="no seed was run with every learning rate"):
-        compare.best_rate({"1e-3": {1: (75, 60)}, "3e-4": {2: (73, 97)}})
+        runs.best_rate({"1e-3": {1: (75, 60)}, "3e-4": {2: (73, 97)}})
 
 
 def test_a_resumed_epoch_counts_once_and_an_unfinished_one_not(tmp_path):
@@ -54,7 +55,7 @@ def test_a_resumed_epoch_counts_once_and_an_unfinished_one_not(tmp_path):
         + log_line(2, "valid", 90),
         encoding="utf-8",
     )
-    assert compare.read_accuracy(log) == (61, 51)
+    assert runs.read_scores(log) == (61, 51)
 
 
 def test_the_table_of_what_is_shared(tmp_path):

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What run.sh and strategies.sh have in common: the text, one training, its evaluation. Sourced, not run, once the variables
 # are set: DATA, RUN, VOCAB, CONTEXT, WARMUP, MAX_TOKENS, DROPOUT, UPDATES.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -18,7 +18,7 @@ read_options "$@"
 if [ -n "$smoke" ]; then # other defaults for what follows
     WORK=${WORK:-wikitext103-smoke}
     DISK=${DISK:-1} WORKERS=${WORKERS:-1}
-    WIDTH=${WIDTH:-32} HEADS=${HEADS:-4} CUTOFFS=${CUTOFFS:-500,1000}
+    N=${N:-4} M=${M:-2} WIDTH=${WIDTH:-32} HEADS=${HEADS:-4} CUTOFFS=${CUTOFFS:-500,1000}
     GPUS=${GPUS:-0} UPDATES=${UPDATES:-8} WARMUP=${WARMUP:-4} BATCHES=${BATCHES:-1}
     CONTEXT=${CONTEXT:-256} WINDOW=${WINDOW:-192}
 fi
@@ -83,7 +83,7 @@ data=$RUN
 begin
 download_archives "$here/wikitext103.py"
 clear_unless_done text "$data/text"
-SHOW='lines|rror:' step text python "$here/wikitext103.py" text --archives "$WORK/archives" --out "$data/text"
+SHOW='lines|rror:' step text python "$here/wikitext103.py" text --archives "$archives" --out "$data/text"
 clear_unless_done binarise "$data/bin"
 SHOW='types|replaced|rror:' step binarise python -m fairseq_cli.preprocess --only-source --workers "$WORKERS" \
     --trainpref "$data/text/wiki.train.tokens" --validpref "$data/text/wiki.valid.tokens" \

@@ -7,11 +7,10 @@ Example:
 """
 
 import argparse
-import re
-import statistics
 from pathlib import Path
 
 from prepare import read_labelled
+from runs import best_rate, mean_and_spread, read_runs
 from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import MultinomialNB
@@ -20,42 +19,6 @@ from sklearn.svm import LinearSVC
 from tabulate import tabulate
 
 STARTS = ("unpretrained", "pretrained")
-LINE = re.compile(r"epoch (\d+) \| valid on '(valid|test)' subset .*\| accuracy ([\d.]+)")
-
-
-def read_accuracy(log: Path) -> tuple[float, float] | None:
-    """Return the validation accuracy of the best epoch and the test accuracy of the same epoch, in percent.
-
-    An epoch that a resumed run repeated counts once. None where no epoch is complete.
-    """
-    epochs: dict[int, dict[str, float]] = {}
-    for epoch, part, accuracy in LINE.findall(log.read_text("utf-8")):
-        epochs.setdefault(int(epoch), {})[part] = float(accuracy)
-    complete = [(found["valid"], found["test"]) for found in epochs.values() if len(found) == 2]
-    return max(complete, key=lambda pair: pair[0], default=None)
-
-
-def read_runs(run: Path, name: str, start: str) -> dict[str, dict[int, tuple[float, float]]]:
-    """Return (valid, test) of each finished run of one set and start, by learning rate and seed."""
-    runs: dict[str, dict[int, tuple[float, float]]] = {}
-    for done in sorted(run.glob(f"tune-{name}-{start}-*-seed*.done")):
-        rate, seed = re.fullmatch(f"tune-{name}-{start}-(.+)-seed(.+)", done.stem).groups()
-        accuracy = read_accuracy(done.with_suffix(".log"))
-        if accuracy is not None:
-            runs.setdefault(rate, {})[int(seed)] = accuracy
-    return runs
-
-
-def best_rate(runs: dict[str, dict[int, tuple[float, float]]]) -> str:
-    """Return the learning rate with the best validation accuracy for the seed that all rates were tried with.
-
-    Raises:
-        ValueError: no seed was run with every rate.
-    """
-    common = set.intersection(*(set(seeds) for seeds in runs.values())) if runs else set()
-    if not common:
-        raise ValueError("no seed was run with every learning rate")
-    return max(runs, key=lambda rate: (runs[rate][min(common)][0], -float(rate)))
 
 
 def bags_of_words():
@@ -84,12 +47,6 @@ def best_bag_of_words(parts: dict[str, tuple[list[str], list[str]]]) -> tuple[st
 def majority(labels: list[str]) -> float:
     """Return the accuracy of the label that is most frequent in ``labels`` themselves, in percent."""
     return 100 * max(map(labels.count, set(labels))) / len(labels)
-
-
-def mean_and_spread(values) -> str:
-    """Return the mean and, over more than one seed, the standard deviation."""
-    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1f}{spread}"
 
 
 def format_table(run: Path, name: str) -> str:

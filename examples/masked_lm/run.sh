@@ -53,15 +53,17 @@ begin LAYERS UNIQUE EMBED FFN HEADS FACTORIZED MODEL_ARGS VOCAB COPIES UPDATES W
 SHOW='sentences,' step prepare python "$here/prepare.py" --out "$RUN" --vocabulary "$VOCAB" \
     --review-copies "$COPIES" --labelled-novels "$LABELLED_NOVELS" --labelled-reviews "$LABELLED_REVIEWS"
 binarise() {
-    local set part preprocess=(python -m fairseq_cli.preprocess --only-source)
+    local set part symbols preprocess=(python -m fairseq_cli.preprocess --only-source)
     rm -rf "$RUN/bin" "$RUN/novels" "$RUN/reviews"
     "${preprocess[@]}" --trainpref "$RUN/train.text" --validpref "$RUN/valid.text,$RUN/valid1.text" \
         --testpref "$RUN/test.text" --destdir "$RUN/bin" || return
     for set in novels reviews; do
         for part in input0 label; do
+            symbols=()
+            [ $part = label ] || symbols=(--srcdict "$RUN/bin/dict.txt")
             "${preprocess[@]}" --trainpref "$RUN/$set.train.$part" --validpref "$RUN/$set.valid.$part" \
                 --testpref "$RUN/$set.test.$part" --destdir "$RUN/$set/$part" \
-                $([ $part = label ] || echo --srcdict "$RUN/bin/dict.txt") || return
+                ${symbols[@]+"${symbols[@]}"} || return
         done
     done
 }

@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from compare import best_rate, mean_and_spread, read_runs
+from runs import best_rate, mean_and_spread, read_runs
 from tabulate import tabulate
 
 SHARED = {"all": "all", "attention": "attention", "ffn": "FFN", "none": "nothing"}

@@ -17,10 +17,11 @@ source "$here/../steps.sh"
 read_options "$@"
 if [ -n "$smoke" ]; then # other defaults for what follows
     WORK=${WORK:-librispeech-smoke}
-    VOCAB=${VOCAB:-60} DISK=${DISK:-1} TESTS=${TESTS:-dev-other test-clean}
-    WIDTH=${WIDTH:-32} HEADS=${HEADS:-4}
-    GPUS=${GPUS:-0} UPDATES=${UPDATES:-8} WARMUP=${WARMUP:-4} AVERAGE=${AVERAGE:-2} MAX_TOKENS=${MAX_TOKENS:-2000}
-    BATCHES=${BATCHES:-1}
+    VOCAB=${VOCAB:-60} DISK=${DISK:-1} TESTS=${TESTS:-test-clean}
+    ENCODER_LAYERS=${ENCODER_LAYERS:-4} DECODER_LAYERS=${DECODER_LAYERS:-4} ENCODER_UNIQUE=${ENCODER_UNIQUE:-2}
+    DECODER_UNIQUE=${DECODER_UNIQUE:-2} WIDTH=${WIDTH:-32} HEADS=${HEADS:-4}
+    GPUS=${GPUS:-0} UPDATES=${UPDATES:-6} WARMUP=${WARMUP:-4} AVERAGE=${AVERAGE:-2} MAX_TOKENS=${MAX_TOKENS:-2000}
+    BATCHES=${BATCHES:-1} DECODE_ARGS=${DECODE_ARGS:---max-len-b 10}
 fi
 
 # what
@@ -62,6 +63,7 @@ SMOOTHING=${SMOOTHING:-0.1}
 AVERAGE=${AVERAGE:-10}            # of the last epochs
 BEAM=${BEAM:-5}
 TRAIN_ARGS=${TRAIN_ARGS:-}        # further flags for fairseq-train, such as --fp16, split at spaces
+DECODE_ARGS=${DECODE_ARGS:-}      # for fairseq-generate
 
 NEEDS="fairseq sentencepiece kaldi_native_fbank soundfile editdistance"
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
@@ -103,7 +105,7 @@ sets=("${training_sets[@]}" "${further[@]}")
 begin TRAIN VALID TESTS VOCAB SPECAUGMENT
 download_archives "$here/librispeech.py" --sets "${sets[@]}"
 SHOW='clips|already|rror:' step unpack python "$here/librispeech.py" unpack --sets "${sets[@]}" \
-    --archives "$WORK/archives" --out "$data/audio"
+    --archives "$archives" --out "$data/audio"
 clear_unless_done manifests "$data/tsv"
 SHOW='clips|rror:' step manifests python "$here/librispeech.py" manifests --sets "${sets[@]}" \
     --audio "$data/audio" --out "$data/tsv"
@@ -116,7 +118,7 @@ SHOW='clips|rror:' step prepare python "$repo/scripts/prepare_speech.py" --audio
 RUN=$WORK/$SYSTEM-$ENCODER_LAYERS-$DECODER_LAYERS-seed$SEED
 checkpoints=$RUN/checkpoints
 begin SYSTEM ENCODER_LAYERS DECODER_LAYERS ENCODER_UNIQUE DECODER_UNIQUE WIDTH HEADS SEED LR WARMUP UPDATES MAX_TOKENS \
-    BATCHES DROPOUT CLIP SMOOTHING AVERAGE BEAM TRAIN_ARGS
+    BATCHES DROPOUT CLIP SMOOTHING AVERAGE BEAM TRAIN_ARGS DECODE_ARGS
 # shellcheck disable=SC2086  # TRAIN_ARGS is split on purpose
 step train python -m fairseq_cli.train "$data/features" --user-dir "$repo/fairseq_sharing" --task speech_to_text \
     --config-yaml config.yaml --train-subset train --valid-subset "$(IFS=, && echo "${valid_sets[*]}")" "${model[@]}" \
@@ -128,9 +130,11 @@ SHOW='averaged|rror:' step average python -m fairseq_sharing.tools.main average 
     --num-epoch-checkpoints "$AVERAGE" --output "$checkpoints/averaged.pt"
 for name in "${test_sets[@]}"; do
     clear_unless_done "decode-$name" "$RUN/decode-$name.log"
+    # shellcheck disable=SC2086  # DECODE_ARGS too
     SHOW='WER|rror:' step "decode-$name" python -m fairseq_cli.generate "$data/features" \
         --user-dir "$repo/fairseq_sharing" --task speech_to_text --config-yaml config.yaml --gen-subset "$name" \
-        --path "$checkpoints/averaged.pt" --beam "$BEAM" --scoring wer --max-tokens 50000 "${decoding[@]}"
+        --path "$checkpoints/averaged.pt" --beam "$BEAM" --scoring wer --max-tokens 50000 "${decoding[@]}" \
+        $DECODE_ARGS
 done
 if [ -z "$dry_run" ]; then
     printf '\n== %s, %s + %s layers\n' "$SYSTEM" "$ENCODER_LAYERS" "$DECODER_LAYERS"

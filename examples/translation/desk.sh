@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What the comparisons at desk size have in common: the quick start's text, and one training. Sourced, not run, once the
 # variables are set: DATA, RUN, VOCAB, MAX_PIECES, WARMUP, MAX_TOKENS, DROPOUT, UPDATES, LOG_INTERVAL, VALIDATE.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -1,18 +1,17 @@
-"""Fetch the text of WMT's translation task and cut it into pieces, in steps that can each be stopped and repeated.
+"""Fetch the text of WMT's translation task and binarise it for fairseq, in steps that can each be stopped and repeated.
 
     download     archives, each whole and with a known checksum; one that was cut off is gone on with
     text         training text out of the archives; validation and test sets, read by sacrebleu
     vocabulary   a joint SentencePiece BPE model, and its pieces as a dictionary of fairseq
-    pieces       all text in these pieces, without training pairs that are too long or too unequal
+    binarise     all text in these pieces, as fairseq reads it, without training pairs that are too long or too unequal;
+                 in as many shards as you like, and with synthetic pairs if you have some
     imitate      archives of the same form from a little text of your own, to try the others without a network
-
-Training text is read line by line: memory does not grow with it.
 
 Example:
     python examples/translation/wmt.py download --pair en-de --out download
     python examples/translation/wmt.py text --pair en-de --archives download --out text
     python examples/translation/wmt.py vocabulary --text text --out vocabulary
-    python examples/translation/wmt.py pieces --text text --vocabulary vocabulary --out pieces
+    python examples/translation/wmt.py binarise --text text --vocabulary vocabulary --out bin
 """
 
 import argparse
@@ -39,9 +38,9 @@ from archives import (
     write_sums,
     write_whole,
 )
+from pieces import BATCH, OPENERS, Pieces, clean, read_text, train_pieces, write_indexed
 
 STATMT = "https://www.statmt.org"
-BATCH = 20_000  # lines
 
 
 @dataclass(frozen=True)
@@ -166,31 +165,44 @@ def read_member(archive: Path, name: str):
     raise ValueError(f"{archive} has no {name}")
 
 
-def clean(line: bytes) -> str | None:
-    """Return a sentence on one line, or None where it is empty or not UTF-8."""
-    try:
-        return " ".join(line.decode("utf-8").split()) or None
-    except UnicodeDecodeError:
-        return None
-
-
-def extract_training(corpus: Corpus, archive: Path, pair: tuple[str, str], files: dict) -> None:
-    """Append the sentence pairs of an archive to one file for each language.
+def find_files(prefix: str, pair: tuple[str, str]) -> list[Path]:
+    """Return the two text files of sentence pairs, PREFIX.LANGUAGE, which may be compressed.
 
     Raises:
-        ValueError: the archive cannot be read, or its two texts have different numbers of lines.
+        ValueError: there is none.
     """
-    members = [corpus.members.format(language) for language in pair]
-    kept = number = 0
-    for number, lines in enumerate(itertools.zip_longest(*(read_member(archive, name) for name in members)), 1):
+    found = []
+    for language in pair:
+        paths = [Path(f"{prefix}.{language}{suffix}") for suffix in ("", *OPENERS)]
+        if not any(path.exists() for path in paths):
+            raise ValueError(f"there is none of {', '.join(map(str, paths))}")
+        found.append(next(path for path in paths if path.exists()))
+    return found
+
+
+def read_pairs(texts, names: list):
+    """Yield the sentence pairs of two texts, and None for a pair with a side that is empty or not UTF-8.
+
+    Raises:
+        ValueError: they differ in length.
+    """
+    for number, lines in enumerate(itertools.zip_longest(*texts), 1):
         if None in lines:
-            raise ValueError(f"{archive}: {members[0]} and {members[1]} differ in length, from line {number} on")
+            raise ValueError(f"{names[0]} and {names[1]} differ in length, from line {number} on")
         sentences = [clean(line) for line in lines]
-        if None not in sentences:
+        yield None if None in sentences else sentences
+
+
+def append_pairs(name: str, pairs, files: list) -> None:
+    """Write sentence pairs to one file for each language."""
+    kept = total = 0
+    for sentences in pairs:
+        total += 1
+        if sentences is not None:
             kept += 1
-            for language, sentence in zip(pair, sentences, strict=True):
-                files[language].write(f"{sentence}\n")
-    print(f"{archive.name}: {kept:,} of {number:,} pairs", flush=True)
+            for file, sentence in zip(files, sentences, strict=True):
+                file.write(f"{sentence}\n")
+    print(f"{name}: {kept:,} of {total:,} pairs", flush=True)
 
 
 def extract_test_set(test_set: str, pair: tuple[str, str], archives: Path, out: Path, name: str) -> None:
@@ -218,12 +230,17 @@ def extract(args) -> None:
     check_downloaded(args.archives, list_archives(args.pair, args.test_sets))
     with write_whole(args.out) as out:
         with contextlib.ExitStack() as stack:
-            files = {
-                language: stack.enter_context((out / f"train.{language}").open("w", encoding="utf-8", newline="\n"))
+            files = [
+                stack.enter_context((out / f"train.{language}").open("w", encoding="utf-8", newline="\n"))
                 for language in args.pair
-            }
+            ]
             for corpus in list_corpora(other_than_english(args.pair)):
-                extract_training(corpus, args.archives / Path(urlsplit(corpus.url).path).name, args.pair, files)
+                archive = args.archives / Path(urlsplit(corpus.url).path).name
+                names = [corpus.members.format(language) for language in args.pair]
+                append_pairs(archive.name, read_pairs([read_member(archive, name) for name in names], names), files)
+            for prefix in args.further:
+                paths = find_files(prefix, args.pair)
+                append_pairs(prefix, read_pairs(map(read_text, paths), paths), files)
         for test_set in args.test_sets:
             extract_test_set(test_set, args.pair, args.archives, out, short_name(test_set))
 
@@ -231,77 +248,85 @@ def extract(args) -> None:
 # --- pieces
 
 
-def find_languages(text: Path) -> list[str]:
-    languages = sorted(path.suffix[1:] for path in text.glob("train.*"))
-    if len(languages) != 2:
-        raise ValueError(f"--text {text} does not hold training text in two languages")
-    return languages
-
-
 def train_vocabulary(args) -> None:
     """Write SentencePiece's model and fairseq's dictionary."""
-    import sentencepiece
-
-    languages = find_languages(args.text)
+    files = [args.text / f"train.{language}" for language in args.pair]
     with write_whole(args.out) as out:
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                input=[str(args.text / f"train.{language}") for language in languages],
-                model_prefix=str(out / "spm"),
-                model_type="bpe",
-                vocab_size=args.size,
-                character_coverage=args.character_coverage,
-                input_sentence_size=args.sentences,
-                shuffle_input_sentence=True,
-                num_threads=args.workers,
-                minloglevel=1,
-            )
-        except RuntimeError as error:
-            raise ValueError(f"--size {args.size} does not suit the training text: {error}") from error
-        model = sentencepiece.SentencePieceProcessor(model_file=str(out / "spm.model"))
-        pieces = [
-            model.id_to_piece(number)
-            for number in range(len(model))
-            if not (model.is_unknown(number) or model.is_control(number))
+        train_pieces(
+            out,
+            files,
+            args.size,
+            model_type="bpe",
+            character_coverage=args.character_coverage,
+            input_sentence_size=args.sentences,
+            num_threads=args.workers,
+        )
+
+
+def binarise(args) -> None:
+    """Write folders 0, 1 and so on, one for each shard: genuine training pairs as train, synthetic ones as train1.
+
+    Both are dealt out in turn, so that each shard is a sample of all. Dictionaries, validation and test sets are in the
+    first one only, where fairseq looks for them.
+    """
+    pieces = Pieces(args.vocabulary, args.workers)
+    parts = [("train", str(args.text / "train")), *([("train1", args.synthetic)] if args.synthetic else [])]
+    names = ["valid", "test", *(f"test{number}" for number in range(1, len(args.test_sets)))]
+    sets = [short_name(test_set) for test_set in (args.valid, *args.test_sets)]
+    with write_whole(args.out) as out:
+        shards = [out / str(number) for number in range(args.shards)]
+        for shard in shards:
+            shard.mkdir()
+        for language in args.pair:
+            shutil.copyfile(args.vocabulary / "dict.txt", shards[0] / f"dict.{language}.txt")
+        for name, prefix in parts:
+            files = find_files(prefix, args.pair)
+            pairs = read_pairs(map(read_text, files), files)
+            kept, total = write_pairs(name, pairs, pieces, args, shards, (args.max_pieces, args.max_ratio))
+            if kept < args.shards:
+                raise ValueError(f"{kept} pairs of {prefix} are left for --shards {args.shards}")
+            print(f"{name}: {kept:,} of {total:,} pairs", flush=True)
+        for name, test_set in zip(names, sets, strict=True):
+            texts = map(read_text, find_files(str(args.text / test_set), args.pair))
+            pairs = ([line.decode("utf-8").rstrip("\n") for line in lines] for lines in zip(*texts, strict=True))
+            write_pairs(name, pairs, pieces, args, shards[:1], None)  # all of them, in their order
+
+
+def write_pairs(name: str, pairs, pieces: Pieces, args, shards: list[Path], limits) -> tuple[int, int]:
+    """Write one part of the data.
+
+    Args:
+        name: fairseq's, such as train.
+        pairs: of sentences, and None for those to be left out.
+        pieces: what to cut them with.
+        args: pair and workers.
+        shards: the folders, to which pairs go in turn.
+        limits: of pieces and ratio, as for `fits`, or None.
+
+    Returns:
+        How many pairs were written, and how many there were.
+    """
+    kept = total = 0
+    with contextlib.ExitStack() as stack:
+        files = [
+            [
+                stack.enter_context(
+                    write_indexed(shard / f"{name}.{'-'.join(args.pair)}.{language}", len(pieces.dictionary))
+                )
+                for language in args.pair
+            ]
+            for shard in shards
         ]
-        (out / "dict.txt").write_text("".join(f"{piece} 1\n" for piece in pieces), "utf-8", newline="\n")
-    print(f"{len(pieces):,} pieces, {len(pieces) + 4:,} symbols with those of fairseq")
-
-
-def cut(args) -> None:
-    """Write every part of the text in pieces."""
-    import sentencepiece
-
-    model = sentencepiece.SentencePieceProcessor(model_file=str(args.vocabulary / "spm.model"))
-    languages = find_languages(args.text)
-    parts = sorted({path.stem for path in args.text.iterdir()})
-    with write_whole(args.out) as out:
-        for part in parts:
-            kept = total = 0
-            with contextlib.ExitStack() as stack:
-                texts = [
-                    stack.enter_context((args.text / f"{part}.{language}").open(encoding="utf-8", newline="\n"))
-                    for language in languages
-                ]
-                files = [
-                    stack.enter_context((out / f"{part}.{language}").open("w", encoding="utf-8", newline="\n"))
-                    for language in languages
-                ]
-                while batch := list(itertools.islice(zip(*texts, strict=True), BATCH)):
-                    total += len(batch)
-                    sides = [
-                        model.encode([line.rstrip("\n") for line in side], out_type=str, num_threads=args.workers)
-                        for side in zip(*batch, strict=True)
-                    ]
-                    for sentences in zip(*sides, strict=True):
-                        if part == "train" and not fits(*map(len, sentences), args.max_pieces, args.max_ratio):
-                            continue
-                        kept += 1
-                        for file, pieces in zip(files, sentences, strict=True):
-                            file.write(" ".join(pieces) + "\n")
-            if not kept:
-                raise ValueError(f"no pair of {part} is left")
-            print(f"{part}: {kept:,} of {total:,} pairs", flush=True)
+        while batch := list(itertools.islice(pairs, BATCH)):
+            total += len(batch)
+            sides = map(pieces.encode, zip(*filter(None, batch), strict=True))
+            for sentences in zip(*sides, strict=True):
+                if limits and not fits(*(len(sentence) - 1 for sentence in sentences), *limits):
+                    continue
+                for append, sentence in zip(files[kept % len(files)], sentences, strict=True):
+                    append(sentence)
+                kept += 1
+    return kept, total
 
 
 def fits(first: int, second: int, most: int, ratio: float) -> bool:
@@ -313,7 +338,7 @@ def fits(first: int, second: int, most: int, ratio: float) -> bool:
 
 
 def imitate(args) -> None:
-    """Write archives as `download` expects them below ``--mirror``, and their checksums."""
+    """Write archives as `download` expects them below ``--mirror``, their checksums, and more pairs as if synthetic."""
     pair = args.pair
     with write_whole(args.out) as out:
         names = {}
@@ -336,6 +361,11 @@ def imitate(args) -> None:
             path = write_archive(out, url, members)
             names[f"{short_name(test_set)}-{Path(urlsplit(url).path).name}"] = path
         write_sums(out, names)
+        first = len(list_corpora(other_than_english(pair))) * args.pairs
+        for each, suffix in zip(pair, OPENERS, strict=True):
+            lines = read_lines(args.data / f"train.{each}.xz")[first : first + args.synthetic_pairs]
+            with OPENERS[suffix](out / f"synthetic.{each}{suffix}", "wt", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in lines))
 
 
 def write_archive(out: Path, url: str, members: dict[str, list[str]]) -> Path:
@@ -357,12 +387,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="STEP")
 
-    def add(name: str, function, help: str, of_pair: bool = True) -> argparse.ArgumentParser:
+    def add(name: str, function, help: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help)
         command.set_defaults(function=function)
         command.add_argument("--out", type=Path, required=True, help="folder to write")
-        if of_pair:
-            command.add_argument("--pair", type=read_pair, default="en-de", help="en-de, de-en, en-fr or fr-en")
+        command.add_argument("--pair", type=read_pair, default="en-de", help="en-de, de-en, en-fr or fr-en")
+        if function is not train_vocabulary:
             command.add_argument("--test-sets", nargs="+", default=["wmt13", "wmt14/full"], help="sacrebleu's names")
         return command
 
@@ -373,22 +403,29 @@ def build_parser() -> argparse.ArgumentParser:
     command = add("text", extract, "take the text out of the archives")
     command.add_argument("--archives", type=Path, required=True, help="folder of the archives")
     command.add_argument("--sacrebleu", type=Path, required=True, help="folder of sacrebleu's own files")
-    command = add("vocabulary", train_vocabulary, "train SentencePiece", of_pair=False)
+    command.add_argument(
+        "--further", nargs="*", default=[], metavar="PREFIX", help="more training text: PREFIX.LANGUAGE, also .gz, .xz"
+    )
+    command = add("vocabulary", train_vocabulary, "train SentencePiece")
     command.add_argument("--text", type=Path, required=True, help="folder of the text")
     command.add_argument("--size", type=int, default=32767, help="pieces (default: %(default)s)")
     command.add_argument("--sentences", type=int, default=4_000_000, help="to train on (default: %(default)s)")
     command.add_argument("--character-coverage", type=float, default=0.9995, help="(default: %(default)s)")
     command.add_argument("--workers", type=int, default=1, help="threads (default: %(default)s)")
-    command = add("pieces", cut, "cut the text into pieces", of_pair=False)
+    command = add("binarise", binarise, "cut the text into pieces and binarise it")
     command.add_argument("--text", type=Path, required=True, help="folder of the text")
     command.add_argument("--vocabulary", type=Path, required=True, help="folder of the model")
+    command.add_argument("--valid", default="wmt13", help="sacrebleu's name (default: %(default)s)")
+    command.add_argument("--synthetic", metavar="PREFIX", help="back-translated text: PREFIX.LANGUAGE, also .gz, .xz")
+    command.add_argument("--shards", type=int, default=1, help="folders for the training data (default: %(default)s)")
     command.add_argument("--max-pieces", type=int, default=250, help="of a training sentence (default: %(default)s)")
     command.add_argument("--max-ratio", type=float, default=1.5, help="of a training pair (default: %(default)s)")
     command.add_argument("--workers", type=int, default=1, help="threads (default: %(default)s)")
     command = add("imitate", imitate, "archives of the same form from a little text")
     command.add_argument("--data", type=Path, required=True, help="folder with {train,test}.{LANGUAGE}.xz")
-    command.add_argument("--pairs", type=int, default=100, help="in each training archive (default: %(default)s)")
+    command.add_argument("--pairs", type=int, default=60, help="in each training archive (default: %(default)s)")
     command.add_argument("--test-pairs", type=int, default=10, help="in each test set (default: %(default)s)")
+    command.add_argument("--synthetic-pairs", type=int, default=180, help="(default: %(default)s)")
     return parser
 
 
