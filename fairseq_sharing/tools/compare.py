@@ -97,8 +97,8 @@ def format_comparison(figures: list, markdown: bool = False) -> str:
     """Return the table: a column for each model, and below it what all have in common."""
     from tabulate import tabulate
 
-    from .cost import COMPONENTS
     from .picture import wrap_name
+    from .sizes import COMPONENTS
 
     components = [name for name in COMPONENTS if any(each.parameters.get(name, {}).get("unique") for each in figures)]
     rows = []
