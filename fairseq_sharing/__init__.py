@@ -11,7 +11,9 @@ mechanism, `sharing`, ties an existing stack of layers to it; the models are fai
     attention      keys and values of the encoder output once for each parameter set
     inference      packed matrices for decoding on the CPU
     checkpoint     one copy of each tensor when saving, ties restored and compared when loading
-    options        flags -> assignment
+    options        the flags
+    arguments      flags -> assignment
+    refusals       fairseq's options that cannot be right with shared layers
     shared_model   what every model adds to fairseq's: flags, tie, hooks
     architecture   defaults and checks that the architectures have in common
     upstream       the few changes to fairseq itself

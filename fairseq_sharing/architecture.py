@@ -3,7 +3,7 @@
 fairseq notices widths that do not fit only when it builds the model, after it has made --save-dir.
 """
 
-from .options import as_text, refuse
+from .refusals import as_text, refuse
 
 
 def set_defaults(args, **defaults) -> None:

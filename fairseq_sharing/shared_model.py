@@ -8,11 +8,13 @@ from fairseq.logging import metrics
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from omegaconf import DictConfig
 
+from .arguments import as_namespace, get_sharing, whole_configuration
 from .attention import share_keys_and_values
 from .checkpoint import check_before_loading, register_checkpoint_hooks
 from .gradients import measure_gradient_norms
 from .inference import pack_linears
-from .options import add_sharing_args, as_namespace, check_precision, get_sharing, whole_configuration
+from .options import add_sharing_args
+from .refusals import check_precision
 from .residual import list_scalings, measure_once, scale_residuals
 from .sharing import count_saved, share_layers, tie_names, tied_names
 

@@ -10,10 +10,13 @@ from fairseq.optim.adam import FairseqAdam
 from fairseq.optim.fp16_optimizer import FP16Optimizer, MemoryEfficientFP16Optimizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fairseq_sharing.tools.cost import count_flops, count_memory, measure, measure_activations
+from fairseq_sharing.tools.activations import measure_activations
+from fairseq_sharing.tools.cost import measure
+from fairseq_sharing.tools.flops import count_flops
 from fairseq_sharing.tools.main import main
 from fairseq_sharing.tools.model import parse_training, read_architecture
 from fairseq_sharing.tools.show import format_report
+from fairseq_sharing.tools.sizes import count_memory
 
 C, F, H, V, S, T = 16, 32, 2, 40, 9, 6  # width, FFN, heads, symbols, length of source and target
 REV = ("transformer_shared_cycle_rev", *TINY, *FOUR_FROM_TWO)

@@ -8,7 +8,7 @@ from conftest import parse
 from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import OmegaConf
 
-from fairseq_sharing.options import as_namespace, get_sharing, resolve_sharing
+from fairseq_sharing.arguments import as_namespace, get_sharing, resolve_sharing
 
 CYCLE = "transformer_shared_cycle"
 

@@ -17,8 +17,8 @@ LAYERS = [
     {"__init__"},
     {"models"},
     {"shared_model", "architecture"},
-    {"options", "checkpoint", "upstream"},
-    {"embedding", "residual", "gradients", "attention", "inference"},
+    {"options", "arguments", "checkpoint", "upstream"},
+    {"refusals", "embedding", "residual", "gradients", "attention", "inference"},
     {"sharing"},
     {"strategies"},
 ]

@@ -13,9 +13,9 @@ from fairseq.models import ARCH_MODEL_REGISTRY, build_model
 from fairseq.models.speech_to_text import S2TTransformerModel
 from fairseq.sequence_generator import SequenceGenerator
 
+from fairseq_sharing.arguments import get_sharing
 from fairseq_sharing.checkpoint import RECORD
 from fairseq_sharing.models.s2t_transformer_shared import PRESETS, SIZES
-from fairseq_sharing.options import get_sharing
 from fairseq_sharing.shared_model import share_stack
 
 BINS = 8

@@ -16,10 +16,10 @@ from families import EVERY_FAMILY, FAMILIES, build_trainer, configure, make_data
 
 from fairseq_sharing.checkpoint import RECORD
 from fairseq_sharing.models.transformer_shared import PRESETS, SIZES
-from fairseq_sharing.tools.cost import count_components
 from fairseq_sharing.tools.main import COMMANDS, main
 from fairseq_sharing.tools.model import build_without_memory, parse_architecture
 from fairseq_sharing.tools.progress import progress
+from fairseq_sharing.tools.sizes import count_components
 
 REV = ("transformer_shared_cycle_rev", *TINY, *FOUR_FROM_TWO)
 

@@ -17,8 +17,10 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import nn
 
 from ..architecture import check_heads, check_quant_noise, set_defaults
+from ..arguments import resolve_sharing
 from ..embedding import FactorizedEmbedding
-from ..options import add_factorized_args, add_layernorm_args, refuse, resolve_sharing
+from ..options import add_factorized_args, add_layernorm_args
+from ..refusals import refuse
 from ..shared_model import SharedLayers
 from ..upstream.data_folder import check_data
 

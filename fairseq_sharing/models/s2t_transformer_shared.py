@@ -24,8 +24,10 @@ from fairseq.models.speech_to_text.s2t_transformer import (
 )
 
 from ..architecture import check_heads, resolve_factorized_embedding, set_defaults
+from ..arguments import resolve_sharing
 from ..checkpoint import check_before_loading
-from ..options import add_factorized_args, refuse, resolve_sharing
+from ..options import add_factorized_args
+from ..refusals import refuse
 from ..shared_model import SharedLayers, share_stack
 
 

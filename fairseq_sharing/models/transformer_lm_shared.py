@@ -23,7 +23,9 @@ from ..architecture import (
     resolve_factorized_embedding,
     set_defaults,
 )
-from ..options import as_text, extend_config, refuse, resolve_residual_scaling, resolve_sharing
+from ..arguments import resolve_residual_scaling, resolve_sharing
+from ..options import extend_config
+from ..refusals import as_text, refuse
 from ..shared_model import SharedLayers
 from ..upstream.data_folder import check_data
 

@@ -20,8 +20,10 @@ from ..architecture import (
     resolve_factorized_embedding,
     set_defaults,
 )
+from ..arguments import resolve_residual_scaling, resolve_sharing
 from ..embedding import ProjectedEmbedding
-from ..options import add_factorized_args, add_residual_args, refuse, resolve_residual_scaling, resolve_sharing
+from ..options import add_factorized_args, add_residual_args
+from ..refusals import refuse
 from ..shared_model import SharedLayers
 from ..upstream.data_folder import check_data
 

@@ -55,12 +55,6 @@ class Subject:
     sizes: tuple[int, int]
     path: str | None = None
 
-    @property
-    def vocabulary(self) -> str:
-        """Return V, or both, as text."""
-        source, target = self.sizes
-        return f"V={source:,}" if source == target else f"V={source:,} and {target:,}"
-
 
 def family_flags(arch: str | None) -> list[str] | None:
     """Return the flags that choose the task of an architecture's family; None where it belongs to none of the four."""

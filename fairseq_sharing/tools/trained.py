@@ -17,7 +17,6 @@ from fairseq.models.transformer_lm import TransformerLanguageModel
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ..checkpoint import RECORD
 from ..options import (
     FactorizedEmbeddingConfig,
     LayerNormConfig,
@@ -25,10 +24,9 @@ from ..options import (
     SharingPartsConfig,
     StackSharingConfig,
 )
-from ..sharing import shared_names
+from .convert import expand
 from .files import load_checkpoint
 from .model import architecture_of, filler_dictionary, read_checkpoint, stacks_of
-from .model import paths_of as stack_paths
 
 SENTENCEPIECE = "sentencepiece.bpe.model"  # the name under which fairseq's hub looks for it
 FAMILIES = {
@@ -81,12 +79,7 @@ class Trained:
 
     def plain_state(self) -> dict:
         """Return the weights under every name that the model without sharing has; borrowed ones stay one tensor."""
-        state = self.model.state_dict()
-        for path, layers in ((path, self.model.get_submodule(path)) for path in stack_paths(self.model).values()):
-            if state.pop(f"{path}.{RECORD}", None) is not None:
-                for borrower, owner, name in shared_names(layers):
-                    state[f"{path}.{borrower}.{name}"] = state[f"{path}.{owner}.{name}"]
-        return dict(state)
+        return expand(self.model.state_dict(), self.model)
 
     def sharings(self) -> dict:
         """Return the sharing of each stack that this plugin built."""

@@ -48,7 +48,7 @@ def stock_config(config, path: str):
     from fairseq.models.transformer_lm import TransformerLanguageModelConfig
     from omegaconf import DictConfig, OmegaConf
 
-    from ..options import as_namespace
+    from ..arguments import as_namespace
     from .model import FAMILIES, architecture_of
 
     names = dict(zip(FAMILIES, ("transformer_lm", "s2t_transformer", "roberta", "transformer"), strict=True))
