@@ -313,7 +313,8 @@ def check_written(folder: Path, parts: dict[str, list[dict]]) -> dict[str, int]:
     from fairseq.data.audio.data_cfg import S2TDataConfig
     from fairseq.data.audio.speech_to_text_dataset import SpeechToTextDatasetCreator
 
-    logging.getLogger("fairseq").setLevel(logging.WARNING)
+    for name in ("tasks.text_to_speech", "data.audio.speech_to_text_dataset"):  # one asks for tensorboardX
+        logging.getLogger(f"fairseq.{name}").setLevel(logging.WARNING)
     config = S2TDataConfig(folder / "config.yaml")
     config.config["audio_root"] = str(folder)  # where it is until it is renamed
     dictionary = Dictionary.load(str(folder / config.vocab_filename))

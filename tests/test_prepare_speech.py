@@ -1,5 +1,6 @@
 """`scripts/prepare_speech.py`: filterbanks against a second implementation, what it writes, and how it fails."""
 
+import logging
 import os
 import re
 import signal
@@ -258,6 +259,13 @@ def test_a_stopped_preparation_leaves_nothing(tmp_path, monkeypatch, python):
         prepare_speech.main(command(tmp_path / "out"))
     assert stopped.value.code == 143
     assert not list(tmp_path.iterdir())
+
+
+def test_what_fairseq_logs_elsewhere_is_not_silenced(tmp_path, capsys):
+    """fairseq-train in the same process would show nothing of its training."""
+    assert prepare_speech.main(command(tmp_path / "out")) == 0
+    assert logging.getLogger("fairseq").level == logging.NOTSET
+    assert "tensorboardX" not in capsys.readouterr().err
 
 
 def test_further_parts_have_their_own_names(tmp_path, capsys):
