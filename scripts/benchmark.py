@@ -21,12 +21,14 @@ import itertools
 import json
 import logging
 import multiprocessing
+import os
 import re
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -187,8 +189,15 @@ class Process:
 def host(kind: type, arguments: tuple) -> None:
     """Make the object of this process."""
     global hosted
+    threading.Thread(target=end_with_parent, daemon=True).start()
     logging.disable()  # each model would tell its layers
     hosted = kind(*arguments)
+
+
+def end_with_parent() -> None:
+    """End this process when the benchmark has ended, however it did."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def call_hosted(method: str, arguments: tuple):

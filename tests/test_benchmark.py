@@ -1,7 +1,11 @@
 """The benchmark program: whose turn it is, what it divides, and that it measures what it says."""
 
 import json
+import os
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
@@ -25,6 +29,34 @@ def test_turns_alternate():
     times = benchmark.take_turns({name: lambda name=name: order.append(name) or len(order) for name in "ab"}, 3)
     assert [order[index : index + 2] for index in range(0, 8, 2)] == [["b", "a"], ["a", "b"], ["b", "a"], ["a", "b"]]
     assert times == {"a": [3, 6, 7], "b": [4, 5, 8]}  # not those of the first turn
+
+
+class Parent:
+    """What a benchmark has in a process of its own; tells the number of that process."""
+
+    def number(self) -> int:
+        return os.getpid()
+
+
+def test_no_model_outlives_the_benchmark(tmp_path):
+    """Killed, it has no time to end them."""
+    code = "import test_benchmark as t\nprint(t.benchmark.Process(t.Parent).call('number'), flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as started:
+        child = int(started.stdout.readline())
+        started.kill()
+    for _ in range(100):
+        try:
+            os.kill(child, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"process {child} is still there")
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(benchmark.TIME, (0.5, 0.375, 0.75)), (benchmark.SPEED, (2, 1.5, 3))])
