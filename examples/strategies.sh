@@ -43,6 +43,20 @@ describe_model() {
     done
 }
 
+# try_twice NAME SYSTEM TRY: call `TRY NAME WHEN UPDATE` for the end of a training, and for where it was when Vanilla of the
+# same norm and seed had ended; then delete the checkpoints, each of which is as large as three models.
+try_twice() {
+    local name=$1 system=$2 try=$3 last
+    if [ -n "$dry_run" ] || [ -e "$RUN/$name.finished" ]; then return; fi
+    "$try" "$name" end "$UPDATES"
+    if [ "$system" != vanilla ]; then
+        last=$(results --when-vanilla-ended "$name" --every "$VALIDATE")
+        if [ -n "$last" ]; then "$try" "$name" same-time "$last"; fi
+    fi
+    find "$RUN/$name" -name 'checkpoint*.pt' -delete
+    touch "$RUN/$name.finished"
+}
+
 # each_training: call `compare NAME SYSTEM NORM LR SEED` for each.
 each_training() {
     local norm system lr seed first=${SEEDS%% *} best

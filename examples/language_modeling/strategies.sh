@@ -41,21 +41,14 @@ perplexity() {
 }
 
 compare() {
-    local name=$1 system=$2 norm=$3 lr=$4 seed=$5 last
+    local name=$1 system=$2 norm=$3 lr=$4 seed=$5
     describe_model transformer_lm "$system" "$norm" decoder
     train "$name" "$RUN/$name" "${model[@]}" --decoder-input-dim "$WIDTH" --decoder-output-dim "$WIDTH" \
         --lr "$lr" --lr-scheduler inverse_sqrt --warmup-init-lr 1e-07 --seed "$seed" \
         --save-interval-updates "$VALIDATE" --validate-interval 1000000 --save-interval 1000000 \
         --log-format json --log-interval "$LOG_INTERVAL"
     pack "$name"
-    if [ -n "$dry_run" ] || [ -e "$RUN/$name.finished" ]; then return; fi
-    perplexity "$name" end "$UPDATES"
-    if [ "$system" != vanilla ]; then
-        last=$(results --when-vanilla-ended "$name" --every "$VALIDATE")
-        if [ -n "$last" ]; then perplexity "$name" same-time "$last"; fi
-    fi
-    find "$RUN/$name" -name 'checkpoint*.pt' -delete # each is as large as three models
-    touch "$RUN/$name.finished"
+    try_twice "$name" "$system" perplexity
 }
 
 begin LAYERS UNIQUE SHARED_WIDTH UNIVERSAL_WIDTH HEADS VOCAB CONTEXT UPDATES WARMUP MAX_TOKENS DROPOUT LOG_INTERVAL \

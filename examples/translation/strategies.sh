@@ -48,17 +48,10 @@ decode() {
 }
 
 compare() {
-    local name=$1 system=$2 norm=$3 lr=$4 seed=$5 last
+    local name=$1 system=$2 norm=$3 lr=$4 seed=$5
     describe_model transformer "$system" "$norm" encoder decoder
     train "$name" "${model[@]}" --lr "$lr" --seed "$seed"
-    if [ -n "$dry_run" ] || [ -e "$RUN/$name.finished" ]; then return; fi
-    decode "$name" end "$UPDATES"
-    if [ "$system" != vanilla ]; then
-        last=$(results --when-vanilla-ended "$name" --every "$VALIDATE")
-        if [ -n "$last" ]; then decode "$name" same-time "$last"; fi
-    fi
-    find "$RUN/$name" -name 'checkpoint*.pt' -delete # each is as large as three models
-    touch "$RUN/$name.finished"
+    try_twice "$name" "$system" decode
 }
 
 begin LAYERS UNIQUE SHARED_WIDTH UNIVERSAL_WIDTH HEADS VOCAB MAX_PIECES UPDATES WARMUP MAX_TOKENS DROPOUT LOG_INTERVAL \
