@@ -76,8 +76,22 @@ class Run:
     @property
     def tokens_per_second(self) -> float:
         """The median over the intervals of the log."""
+        return self.median("wps")
+
+    @property
+    def minutes_per_update(self) -> float:
+        """By the median speed, so that what else the machine did for a while does not count."""
+        return 1 / self.median("ups") / 60
+
+    @property
+    def minutes(self) -> float:
+        """The time of the whole training at its median speed."""
+        return self.validations[-1].updates * self.minutes_per_update
+
+    def median(self, name: str) -> float:
+        """Return the median of what fairseq has logged after each interval."""
         records = (parse_json(match[0]) for match in map(JSON_LINE.search, self.lines) if match)
-        return statistics.median(float(record["wps"]) for record in records if "wps" in (record or ()))
+        return statistics.median(float(record[name]) for record in records if name in (record or ()))
 
     def find(self, pattern: str) -> re.Match:
         """Return the first match in the log.
@@ -127,7 +141,7 @@ def group(runs: list[Run], norm: str, system: str) -> list[Run]:
 
 
 def when_vanilla_ended(runs: list[Run], name: str, every: int) -> int | None:
-    """Return the last saved update of a training that came before the end of Vanilla's, in minutes of training.
+    """Return the last saved update that a training reaches in the time that Vanilla takes, both at their median speed.
 
     None where Vanilla was not trained with this normalisation and seed.
     """
@@ -135,9 +149,10 @@ def when_vanilla_ended(runs: list[Run], name: str, every: int) -> int | None:
     baseline = next((each for each in group(runs, run.norm, "vanilla") if each.seed == run.seed), None)
     if baseline is None:
         return None
-    end = baseline.validations[-1].minutes
+    reached = baseline.minutes / run.minutes_per_update
     return max(
-        (each.updates for each in run.validations if each.minutes <= end and each.updates % every == 0), default=None
+        (each.updates for each in run.validations if each.updates <= reached and each.updates % every == 0),
+        default=None,
     )
 
 
@@ -172,7 +187,7 @@ def tabulate_runs(runs: list[Run], results: Callable) -> list[dict]:
                 "rate": own[0].lr,
                 "seeds": len(own),
                 "tokens/s": f"{statistics.fmean(run.tokens_per_second for run in own):,.0f}",
-                "minutes": f"{statistics.fmean(run.validations[-1].minutes for run in own):.0f}",
+                "minutes": f"{statistics.fmean(run.minutes for run in own):.0f}",
                 "validation perplexity": spread([2**run.loss for run in own], 2),
             }
             for when, label in TIMES.items():

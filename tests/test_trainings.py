@@ -29,7 +29,11 @@ def write_log(folder, name: str, seconds: float, losses: list[float]) -> None:
     lines = ["decoder: 6 layers from 3 parameter sets (cycle): 0 1 2 0 1 2", "num. shared model params: 478,208 (…)"]
     for number, loss in enumerate(losses, 1):
         wall, updates = number * seconds, 1000 * number
-        lines.append(json.dumps({"epoch": 1, "wps": "2000", "num_updates": str(updates), "wall": str(wall)}))
+        lines.append(
+            json.dumps(
+                {"epoch": 1, "wps": "2000", "ups": str(1000 / seconds), "num_updates": str(updates), "wall": str(wall)}
+            )
+        )
         valid = {"valid_nll_loss": str(loss), "valid_loss": "9", "valid_ppl": "1", "valid_num_updates": str(updates)}
         lines.append(json.dumps({"epoch": 1, **valid}))
     (folder / f"{name}.log.xz").write_bytes(lzma.compress("\n".join(lines).encode()))
@@ -124,7 +128,7 @@ def test_two_systems_from_text_to_table(family, tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert len(list(run.glob("*.log.xz"))) == len(list(run.glob(f"*.end.{ending}"))) == 6
     assert all(str(tmp_path).encode() not in lzma.decompress(log.read_bytes()) for log in run.glob("*.log.xz"))
-    assert not list(run.glob("*/checkpoint*.pt"))
+    assert not list(run.glob("*/checkpoint_*_*.pt"))
     reference = ["--reference", tmp_path / "data" / "test.de.xz"] if family == "translation" else []
     command = [sys.executable, script.with_suffix(".py"), run, *reference, "--scores", tmp_path / "scores.csv"]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
