@@ -56,7 +56,7 @@ begin() {
     fi
     if command -v flock >/dev/null; then
         exec 9>>"$RUN/.lock"
-        flock -n 9 || die "another run is at work in RUN=$RUN"
+        flock "${patience:---nonblock}" 9 || die "another run is at work in RUN=$RUN"
     fi
 }
 

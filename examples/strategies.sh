@@ -45,13 +45,18 @@ describe_model() {
     done
 }
 
-# try_twice NAME SYSTEM TRY: call `TRY NAME WHEN UPDATE` for the end of a training, and for where it was when Vanilla of the
-# same norm and seed had ended; then delete all checkpoints but the best and the last.
+# try_twice NAME SYSTEM NORM TRY: call `TRY NAME WHEN UPDATE` for the end of a training, and for where it was in the time that
+# Vanilla of the same norm takes; then delete all checkpoints but the best and the last.
 try_twice() {
-    local name=$1 system=$2 try=$3 last
-    if [ -n "$dry_run" ] || [ -e "$RUN/$name.finished" ]; then return; fi
+    local name=$1 system=$2 norm=$3 try=$4 vanilla last
+    if [ -n "$dry_run" ]; then return; fi
     "$try" "$name" end "$UPDATES"
     if [ "$system" != vanilla ]; then
+        vanilla=$norm-vanilla-lr${LRS%% *}-seed${SEEDS%% *}
+        if [ -e "$RUN/$vanilla.lock" ]; then
+            flock "$RUN/$vanilla.lock" true
+            [ -e "$RUN/$vanilla.finished" ] || die "$name is compared with $vanilla, which was stopped: start both again"
+        fi
         last=$(results --when-vanilla-ended "$name" --every "$VALIDATE")
         if [ -n "$last" ]; then "$try" "$name" same-time "$last"; fi
     fi
@@ -59,17 +64,42 @@ try_twice() {
     touch "$RUN/$name.finished"
 }
 
+# once NAME SYSTEM NORM LR SEED: `compare`, unless it is finished or another call is at it; in the second round, wait for that
+# call, and do what it has left.
+once() {
+    if [ -z "$dry_run" ] && [ -e "$RUN/$1.finished" ]; then return; fi
+    if [ -z "$locks" ]; then
+        compare "$@"
+        return
+    fi
+    exec 8>>"$RUN/$1.lock" # open in the training too: it may outlive this script
+    if flock $patience 8 && [ ! -e "$RUN/$1.finished" ]; then compare "$@"; fi
+    exec 8>&-
+}
+
 # each_training: call `compare NAME SYSTEM NORM LR SEED` for each.
 each_training() {
-    local norm system lr seed first=${SEEDS%% *} best
-    for norm in $NORMS; do
-        for system in $SYSTEMS; do
-            for lr in $LRS; do compare "$norm-$system-lr$lr-seed$first" "$system" "$norm" "$lr" "$first"; done
-            best=${LRS%% *}
-            [ -n "$dry_run" ] || best=$(results --best-rate "$norm-$system")
-            for seed in $SEEDS; do
-                [ "$seed" = "$first" ] || compare "$norm-$system-lr$best-seed$seed" "$system" "$norm" "$best" "$seed"
+    local norm system lr seed first=${SEEDS%% *} best patience locks=
+    exec 9>&- # other calls may begin
+    if [ -z "$dry_run" ] && command -v flock >/dev/null; then locks="--nonblock --exclusive"; fi
+    for patience in ${locks:-none}; do
+        for norm in $NORMS; do
+            for system in $SYSTEMS; do
+                for lr in $LRS; do once "$norm-$system-lr$lr-seed$first" "$system" "$norm" "$lr" "$first"; done
+            done
+        done
+        for norm in $NORMS; do
+            for system in $SYSTEMS; do
+                best=${LRS%% *}
+                if [ -z "$dry_run" ]; then
+                    for lr in $LRS; do [ -e "$RUN/$norm-$system-lr$lr-seed$first.finished" ] || continue 2; done
+                    best=$(results --best-rate "$norm-$system")
+                fi
+                for seed in $SEEDS; do
+                    [ "$seed" = "$first" ] || once "$norm-$system-lr$best-seed$seed" "$system" "$norm" "$best" "$seed"
+                done
             done
         done
     done
+    if [ -z "$dry_run" ]; then printf '\n%s\n' "all is done: $RUN"; fi
 }

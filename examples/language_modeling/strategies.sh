@@ -5,10 +5,11 @@
 #   examples/language_modeling/strategies.sh
 #   SYSTEMS="vanilla cycle" NORMS=pre-ln SEEDS=1 RUN=lm-some examples/language_modeling/strategies.sh
 #
-# Each system is trained at each of LRS with the first seed; the rate with the best validation loss is taken for the other
-# seeds. Each training is evaluated on the test part at its end, and where it was when Vanilla of the same NORM and seed had
-# ended. Stopped by Ctrl-C or otherwise, the same command goes on from the last saved model; what is finished is not done
-# again. More SYSTEMS, NORMS, LRS and SEEDS (see ../strategies.sh) may be asked for in a later call with the same RUN.
+# Each system is trained at each of LRS with the first seed; the rate with the best validation loss is taken for the
+# other seeds. Each training is evaluated on the test part at its end, and where it was in the time that Vanilla of the
+# same NORM takes. Stopped by Ctrl-C or otherwise, the same command goes on from the last saved model; what is finished
+# is not done again. Several calls with the same RUN, one for each core (taskset -c 0, taskset -c 1), divide the
+# trainings. More SYSTEMS, NORMS, LRS and SEEDS (see ../strategies.sh) may be asked for in a later call.
 LAYERS=${LAYERS:-6}             # N of the strategies, and of the model that shares nothing
 UNIQUE=${UNIQUE:-3}             # M; Vanilla and Universal have so many layers
 SHARED_WIDTH=${SHARED_WIDTH:-64} # of all but Universal; the FFN is four times as wide
@@ -25,6 +26,7 @@ VALIDATE=${VALIDATE:-1000}        # updates between two validations, each of whi
 AVERAGE=${AVERAGE:-5}             # how many saved models to average for the evaluation
 RUN=${RUN:-lm-strategies-run}     # folder for everything that is written
 
+patience=--exclusive # while another call prepares the text
 # shellcheck source=desk.sh
 source "$(dirname "${BASH_SOURCE[0]}")/desk.sh"
 # shellcheck source=../strategies.sh
@@ -48,7 +50,7 @@ compare() {
         --save-interval-updates "$VALIDATE" --validate-interval 1000000 --save-interval 1000000 \
         --log-format json --log-interval "$LOG_INTERVAL"
     pack "$name"
-    try_twice "$name" "$system" perplexity
+    try_twice "$name" "$system" "$norm" perplexity
 }
 
 begin LAYERS UNIQUE SHARED_WIDTH UNIVERSAL_WIDTH HEADS VOCAB CONTEXT UPDATES WARMUP MAX_TOKENS DROPOUT LOG_INTERVAL \

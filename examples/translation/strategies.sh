@@ -5,11 +5,11 @@
 #   examples/translation/strategies.sh
 #   SYSTEMS="vanilla cycle" NORMS=admin SEEDS=1 RUN=strategies-some examples/translation/strategies.sh
 #
-# Each system is trained at each of LRS with the first seed; the rate with the best validation loss is taken for the other
-# seeds. Each training is decoded at its end, and where it was when Vanilla of the same NORM and seed had ended. Stopped by
-# Ctrl-C or otherwise, the same command goes on from the last saved model; what is finished is not done again. More SYSTEMS,
-# NORMS, LRS and SEEDS (see ../strategies.sh) may be asked for in a later call with the same RUN. Two cores take a call each,
-# one for each of NORMS, with RUNs of their own; what strategies.py reads of both goes into one folder: *.log.xz, *.de.xz.
+# Each system is trained at each of LRS with the first seed; the rate with the best validation loss is taken for the
+# other seeds. Each training is decoded at its end, and where it was in the time that Vanilla of the same NORM takes.
+# Stopped by Ctrl-C or otherwise, the same command goes on from the last saved model; what is finished is not done
+# again. Several calls with the same RUN, one for each core (taskset -c 0, taskset -c 1), divide the trainings. More
+# SYSTEMS, NORMS, LRS and SEEDS (see ../strategies.sh) may be asked for in a later call.
 LAYERS=${LAYERS:-6}             # N of each stack of the strategies, and of the model that shares nothing
 UNIQUE=${UNIQUE:-3}             # M; Vanilla and Universal have so many layers
 SHARED_WIDTH=${SHARED_WIDTH:-64} # of all but Universal; the FFN is four times as wide
@@ -29,6 +29,7 @@ LENPEN=${LENPEN:-1.0}
 RUN=${RUN:-strategies-run} # folder for everything that is written
 
 NEEDS="fairseq sentencepiece sacrebleu"
+patience=--exclusive # while another call prepares the text
 # shellcheck source=desk.sh
 source "$(dirname "${BASH_SOURCE[0]}")/desk.sh"
 # shellcheck source=../strategies.sh
@@ -51,7 +52,7 @@ compare() {
     local name=$1 system=$2 norm=$3 lr=$4 seed=$5
     describe_model transformer "$system" "$norm" encoder decoder
     train "$name" "${model[@]}" --lr "$lr" --seed "$seed"
-    try_twice "$name" "$system" decode
+    try_twice "$name" "$system" "$norm" decode
 }
 
 begin LAYERS UNIQUE SHARED_WIDTH UNIVERSAL_WIDTH HEADS VOCAB MAX_PIECES UPDATES WARMUP MAX_TOKENS DROPOUT LOG_INTERVAL \
