@@ -161,13 +161,14 @@ def spread(values: list[float], digits: int) -> str:
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
-def tabulate_runs(runs: list[Run], results: Callable) -> list[dict]:
+def tabulate_runs(runs: list[Run], results: Callable, watts: float | None = None) -> list[dict]:
     """Return a row for each system: means over the seeds at the learning rate that was chosen.
 
     Args:
         runs: all trainings.
         results: takes the trainings of a system, when they were tried ("end" or "same-time"), and those of Vanilla by
             seed; returns columns, or nothing where there is nothing to tell.
+        watts: what the one busy core of a training draws, for a column with the energy of each.
     """
     rows = []
     for norm in NORMS:
@@ -187,6 +188,7 @@ def tabulate_runs(runs: list[Run], results: Callable) -> list[dict]:
                 "seeds": len(own),
                 "tokens/s": f"{statistics.fmean(run.tokens_per_second for run in own):,.0f}",
                 "minutes": f"{statistics.fmean(run.minutes for run in own):.0f}",
+                **({} if watts is None else {"Wh": f"{statistics.fmean(run.minutes for run in own) / 60 * watts:.1f}"}),
                 "validation perplexity": spread([2**run.loss for run in own], 2),
             }
             for when, label in TIMES.items():
@@ -248,6 +250,7 @@ def main(parser: argparse.ArgumentParser, score_name: str, mean_score: Callable,
     )
     parser.add_argument("--when-vanilla-ended", metavar="NAME", help="print the update it was at then")
     parser.add_argument("--every", type=int, default=1, metavar="U", help="of updates that were saved")
+    parser.add_argument("--watts", type=float, metavar="W", help="of a busy core, to estimate the energy of trainings")
     parser.add_argument("--scores", type=Path, metavar="FILE", help="write a CSV for fairseq-sharing curves --results")
     args = parser.parse_args()
     try:
@@ -259,7 +262,10 @@ def main(parser: argparse.ArgumentParser, score_name: str, mean_score: Callable,
         else:
             from tabulate import tabulate
 
-            for rows in (tabulate_runs(runs, lambda *known: results(*known, args)), tabulate_rates(runs)):
+            for rows in (
+                tabulate_runs(runs, lambda *known: results(*known, args), args.watts),
+                tabulate_rates(runs),
+            ):
                 print(tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True), end="\n\n")
             if args.scores:
                 write_scores(runs, score_name, lambda own: mean_score(own, args), args.scores)

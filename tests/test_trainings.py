@@ -81,6 +81,9 @@ def test_the_table_of_perplexities(folder):
     (row,) = (line for line in done.splitlines() if "| CYCLE" in line and "42.00 ± 2.83" in line)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:7] == ["Pre-LN", "CYCLE", "6", "3", "478,208", "0.004", "2"] and cells[-1] == ""
+    done = subprocess.run([*command, "--watts", "6"], capture_output=True, text=True, check=True).stdout
+    (row,) = (line for line in done.splitlines() if "| CYCLE" in line and "42.00 ± 2.83" in line)
+    assert "| 5 " in row and "| 0.5 " in row  # 3 * 100 seconds at 6 W
     empty = subprocess.run([*command[:2], folder.parent], capture_output=True, text=True)
     assert empty.returncode == 2 and "holds no log of a finished training" in empty.stderr
 
