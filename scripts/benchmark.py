@@ -537,6 +537,13 @@ def measure_ctranslate2(args) -> None:
 # --- the table ---
 
 
+def describe_settings(args) -> dict:
+    """Return what the numbers depend on: the arguments without paths, torch's version and threads."""
+    paths = ("out", "checkpoint", "data")
+    known = {name: value for name, value in vars(args).items() if name not in paths}
+    return {**known, "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
 def format_table(rows: list[dict], args) -> str:
     """Return the rows as Markdown, ratios first."""
     threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
@@ -601,8 +608,7 @@ def main(arguments=None) -> None:
     print(table)
     if args.out is not None:
         Path(f"{args.out}.md").write_text(table, encoding="utf-8")
-        settings = {**vars(args), "torch": torch.__version__, "threads": torch.get_num_threads()}
-        text = json.dumps({"settings": settings, "rows": rows}, indent=1)
+        text = json.dumps({"settings": describe_settings(args), "rows": rows}, indent=1)
         Path(f"{args.out}.json").write_text(f"{text}\n", encoding="utf-8")
     if args.checkpoint is not None and (args.measure is None or "ctranslate2" in args.measure):
         measure_ctranslate2(args)

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 import benchmark
-import torch
 
 VALUES = {  # what grows -> its values, and how the axis calls it
     "N": ((3, 6, 9, 12), "layers of each stack, N"),
@@ -113,8 +112,7 @@ def main(arguments=None) -> None:
             found[name][value] = measure(name, value, args)
             print(name, value, json.dumps(found[name][value]), file=sys.stderr, flush=True)
         draw(name, found[name], Path(f"{args.out}-{name}.png"))
-    settings = {**vars(args), "torch": torch.__version__, "threads": torch.get_num_threads()}
-    text = json.dumps({"settings": settings, "points": found}, indent=1)
+    text = json.dumps({"settings": benchmark.describe_settings(args), "points": found}, indent=1)
     Path(f"{args.out}.json").write_text(f"{text}\n", encoding="utf-8")
 
 
