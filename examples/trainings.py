@@ -4,16 +4,16 @@ Imported by the strategies.py of the examples; the logs are those that `pack` in
 """
 
 import argparse
-import csv
 import re
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fairseq_sharing.tools.curves import SCORES, Result, draw
 from fairseq_sharing.tools.logs import JSON_LINE, Validation, parse_json, read_lines, read_validations
 
 NAME = re.compile(r"(?P<norm>pre-ln|admin)-(?P<system>[a-z_]+)-lr(?P<lr>[\d.e-]+)-seed(?P<seed>\d+)\.log(\.xz)?")
@@ -213,24 +213,27 @@ def tabulate_rates(runs: list[Run]) -> list[dict]:
     return rows
 
 
-def write_scores(runs: list[Run], name: str, mean_score: Callable, path: Path) -> None:
-    """Write what `fairseq-sharing curves --results` draws.
+def draw_runs(runs: list[Run], score_name: str, mean_score: Callable, prefix: str) -> None:
+    """Draw PREFIX-NORM.png: validation loss with the first seed against updates and minutes, scores against their cost.
 
     Args:
         runs: all trainings.
-        name: of the score, as that command knows it.
+        score_name: as `fairseq_sharing.tools.curves` knows it.
         mean_score: takes the trainings of a system and returns their mean score.
-        path: a CSV.
+        prefix: of the files.
     """
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["name", name, "parameters", "speed (tokens per second)"])
-        for norm in NORMS:
-            for system, title in SYSTEMS.items():
-                if own := group(runs, norm, system):
-                    speed = statistics.fmean(run.tokens_per_second for run in own)
-                    row = (f"{title}, {NORMS[norm]}", f"{mean_score(own):.2f}", own[0].parameters, f"{speed:.0f}")
-                    writer.writerow(row)
+    for norm in NORMS:
+        chosen = {title: own for system, title in SYSTEMS.items() if (own := group(runs, norm, system))}
+        curves = {
+            title: [replace(each, minutes=each.updates * own[0].minutes_per_update) for each in own[0].validations]
+            for title, own in chosen.items()
+        }
+        scores = [
+            Result(title, mean_score(own), own[0].parameters, statistics.fmean(run.tokens_per_second for run in own))
+            for title, own in chosen.items()
+        ]
+        if chosen:
+            draw(curves, (scores, SCORES[score_name], "tokens per second in training"), [f"{prefix}-{norm}.png"])
 
 
 def main(parser: argparse.ArgumentParser, score_name: str, mean_score: Callable, results: Callable) -> int:
@@ -238,8 +241,8 @@ def main(parser: argparse.ArgumentParser, score_name: str, mean_score: Callable,
 
     Args:
         parser: with the description and the family's own options.
-        score_name: as `fairseq-sharing curves --results` knows it.
-        mean_score: for `write_scores`; gets the arguments too.
+        score_name: for `draw_runs`.
+        mean_score: for `draw_runs`; gets the arguments too.
         results: for `tabulate_runs`; gets the arguments too.
     """
     parser.add_argument(
@@ -251,7 +254,7 @@ def main(parser: argparse.ArgumentParser, score_name: str, mean_score: Callable,
     parser.add_argument("--when-vanilla-ended", metavar="NAME", help="print the update it was at then")
     parser.add_argument("--every", type=int, default=1, metavar="U", help="of updates that were saved")
     parser.add_argument("--watts", type=float, metavar="W", help="of a busy core, to estimate the energy of trainings")
-    parser.add_argument("--scores", type=Path, metavar="FILE", help="write a CSV for fairseq-sharing curves --results")
+    parser.add_argument("--picture", metavar="PREFIX", help="draw PREFIX-pre-ln.png and PREFIX-admin.png")
     args = parser.parse_args()
     try:
         runs = read_runs(args.folder)
@@ -267,8 +270,8 @@ def main(parser: argparse.ArgumentParser, score_name: str, mean_score: Callable,
                 tabulate_rates(runs),
             ):
                 print(tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True), end="\n\n")
-            if args.scores:
-                write_scores(runs, score_name, lambda own: mean_score(own, args), args.scores)
+            if args.picture:
+                draw_runs(runs, score_name, lambda own: mean_score(own, args), args.picture)
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2

@@ -88,6 +88,17 @@ def test_the_table_of_perplexities(folder):
     assert empty.returncode == 2 and "holds no log of a finished training" in empty.stderr
 
 
+def test_the_pictures_of_a_comparison(folder, monkeypatch):
+    """One for each normalisation; minutes are those at the median speed."""
+    drawn = []
+    monkeypatch.setattr(trainings, "draw", lambda *given: drawn.append(given))
+    trainings.draw_runs(trainings.read_runs(folder), "bleu", len, "curves")
+    (curves, (scores, label, _), outs), (_, _, others) = drawn
+    assert outs == ["curves-pre-ln.png"] and others == ["curves-admin.png"]
+    assert [each.minutes * 60 for each in curves["CYCLE"]] == pytest.approx([100, 200, 300])
+    assert [(each.name, each.score) for each in scores] == [("Vanilla", 2), ("CYCLE", 2)] and label == "BLEU"
+
+
 def test_the_bootstrap_tells_what_differs(tmp_path):
     """The same translation is no better, one with a single better sentence hardly, and one that is the reference is."""
     spec = importlib.util.spec_from_file_location("bleu", REPOSITORY / "examples" / "translation" / "strategies.py")
@@ -137,8 +148,8 @@ def test_two_systems_from_text_to_table(family, tmp_path):
     assert all(str(tmp_path).encode() not in lzma.decompress(log.read_bytes()) for log in run.glob("*.log.xz"))
     assert not list(run.glob("*/checkpoint_*_*.pt"))
     reference = ["--reference", tmp_path / "data" / "test.de.xz"] if family == "translation" else []
-    command = [sys.executable, script.with_suffix(".py"), run, *reference, "--scores", tmp_path / "scores.csv"]
+    command = [sys.executable, script.with_suffix(".py"), run, *reference, "--picture", tmp_path / "curves"]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert table.count("| Pre-LN | ") == 4 and (tmp_path / "scores.csv").read_text("utf-8").count("\n") == 3
+    assert table.count("| Pre-LN | ") == 4 and (tmp_path / "curves-pre-ln.png").is_file()
     again = call(script, values)
     assert again.returncode == 0 and "all is done" in again.stdout and again.stdout.count("\n== ") == 1

@@ -1,7 +1,8 @@
 """Make the table of `strategies.sh` from what it leaves: logs and perplexities of the test part.
 
 Example:
-    python examples/language_modeling/strategies.py examples/language_modeling/strategies --scores scores.csv
+    cd examples/language_modeling
+    python strategies.py strategies --picture strategies
 """
 
 import argparse

@@ -3,7 +3,8 @@
 Systems of the same normalisation are compared with Vanilla, seed by seed, by sacrebleu's paired bootstrap.
 
 Example:
-    python examples/translation/strategies.py examples/translation/strategies --scores scores.csv
+    cd examples/translation
+    python strategies.py strategies --picture strategies
 """
 
 import argparse
