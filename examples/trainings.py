@@ -104,6 +104,11 @@ class Run:
                 return found
         raise ValueError(f"{self.path} has no line with {pattern}")
 
+    @property
+    def tried(self) -> bool:
+        """Whether the end of the training was decoded or evaluated."""
+        return any(self.path.parent.glob(f"{self.path.name.partition('.log')[0]}.end.*"))
+
     def result(self, when: str, ending: str) -> list[str] | None:
         """Return the lines of what was made of the model: NAME.WHEN.ENDING beside the log; None where there is none."""
         path = self.path.with_name(f"{self.path.name.partition('.log')[0]}.{when}.{ending}")
@@ -230,9 +235,10 @@ def draw_runs(runs: list[Run], score_name: str, mean_score: Callable, prefix: st
         }
         scores = [
             Result(title, mean_score(own), own[0].parameters, statistics.fmean(run.tokens_per_second for run in own))
-            for title, own in chosen.items()
+            for title, trained in chosen.items()
+            if (own := [run for run in trained if run.tried])
         ]
-        if chosen:
+        if scores:
             draw(curves, (scores, SCORES[score_name], "tokens per second in training"), [f"{prefix}-{norm}.png"])
 
 
