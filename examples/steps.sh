@@ -33,6 +33,16 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 trap 'exit 129' HUP
 
+# attend COMMAND...: wait for a command that may take long, such as for a lock; a signal is answered meanwhile.
+attend() {
+    local failed=0
+    "$@" &
+    child=$!
+    wait "$child" || failed=1
+    child=
+    return "$failed"
+}
+
 # begin NAME...: make the folder RUN, or refuse one that was made with other settings or with other contents.
 begin() {
     local name now before
@@ -56,7 +66,7 @@ begin() {
     fi
     if command -v flock >/dev/null; then
         exec 9>>"$RUN/.lock"
-        flock "${patience:---nonblock}" 9 || die "another run is at work in RUN=$RUN"
+        attend flock "${patience:---nonblock}" 9 || die "another run is at work in RUN=$RUN"
     fi
 }
 

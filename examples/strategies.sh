@@ -54,7 +54,7 @@ try_twice() {
     if [ "$system" != vanilla ]; then
         vanilla=$norm-vanilla-lr${LRS%% *}-seed${SEEDS%% *}
         if [ -e "$RUN/$vanilla.lock" ]; then
-            flock "$RUN/$vanilla.lock" true
+            attend flock "$RUN/$vanilla.lock" true
             [ -e "$RUN/$vanilla.finished" ] || die "$name is compared with $vanilla, which was stopped: start both again"
         fi
         last=$(results --when-vanilla-ended "$name" --every "$VALIDATE")
@@ -73,7 +73,7 @@ once() {
         return
     fi
     exec 8>>"$RUN/$1.lock" # open in the training too: it may outlive this script
-    if flock $patience 8 && [ ! -e "$RUN/$1.finished" ]; then compare "$@"; fi
+    if attend flock "$patience" 8 && [ ! -e "$RUN/$1.finished" ]; then compare "$@"; fi
     exec 8>&-
 }
 

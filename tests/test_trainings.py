@@ -1,10 +1,13 @@
 """The comparisons of strategies in examples/: which rate is chosen, when Vanilla had ended, and the tables."""
 
+import fcntl
 import importlib.util
 import json
 import lzma
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from commands import environment
@@ -122,6 +125,34 @@ def test_wrong_settings(family, tmp_path):
     ):
         done = call(script, environment(RUN=str(tmp_path / "run"), **values))
         assert done.returncode == 2 and sentence in done.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_that_waits_for_another_can_be_stopped(family, tmp_path):
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (tmp_path / "settings.txt").touch()
+        script = REPOSITORY / "examples" / family / "strategies.sh"
+        with subprocess.Popen(
+            [script], env=environment(RUN=str(tmp_path)), stderr=subprocess.PIPE, text=True
+        ) as waiting:
+            while not is_waiting(waiting.pid):
+                assert waiting.poll() is None
+                time.sleep(0.1)
+            waiting.terminate()
+            try:
+                assert "stopped" in waiting.communicate(timeout=20)[1] and waiting.returncode == 143
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def is_waiting(pid: int) -> bool:
+    """Whether a process has a child that waits for a lock."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return any(Path(f"/proc/{child}/comm").read_text() == "flock\n" for child in children)
+    except OSError:  # a child that has ended meanwhile
+        return False
 
 
 @pytest.mark.slow
