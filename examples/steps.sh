@@ -51,23 +51,29 @@ begin() {
         python -c "import importlib.util as u, sys; sys.exit(u.find_spec('$name') is None)" 2>/dev/null ||
             die "the Python on PATH ($(command -v python || echo none)) has no $name: activate the environment first"
     done
+    if [ ! -e "$RUN/settings.txt" ] && [ ! -e "$RUN/.lock" ]; then need_empty; fi
+    mkdir -p "$RUN"
+    if command -v flock >/dev/null; then
+        exec 9>>"$RUN/.lock"
+        attend flock "${patience:---nonblock}" 9 || die "another run is at work in RUN=$RUN"
+    fi
     if [ -e "$RUN/settings.txt" ]; then
         while IFS='=' read -r name before; do
             now=${!name-}
             [ "$now" = "$before" ] || die "RUN=$RUN was made with $name=$before, and now $name=$now is asked for:" \
                 "choose another RUN, or delete that folder"
         done <"$RUN/settings.txt"
-    elif [ -e "$RUN" ] && [ -n "$(ls -A "$RUN")" ]; then
-        die "RUN=$RUN is a folder with other contents: choose another RUN"
     else
-        mkdir -p "$RUN"
+        need_empty
         for name in "$@"; do printf '%s=%s\n' "$name" "${!name}"; done >"$RUN/settings.partial"
         mv "$RUN/settings.partial" "$RUN/settings.txt"
     fi
-    if command -v flock >/dev/null; then
-        exec 9>>"$RUN/.lock"
-        attend flock "${patience:---nonblock}" 9 || die "another run is at work in RUN=$RUN"
-    fi
+}
+
+# need_empty: refuse a folder RUN with anything but what a call leaves that was stopped at its very beginning.
+need_empty() {
+    [ ! -e "$RUN" ] || ! ls -A "$RUN" | grep -qvxE '\.lock|settings\.partial' ||
+        die "RUN=$RUN is a folder with other contents: choose another RUN"
 }
 
 # need_space GIGABYTES FOLDER: refuse to begin where so much is neither free nor in FOLDER, which need not be there yet.
