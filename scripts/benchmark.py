@@ -1,9 +1,9 @@
 """Hold models that share layers against fairseq's own, Universal and Hugging Face's ALBERT: time, memory, files.
 
 Two models, each in a process of its own, take turns, so that whatever else the machine does meets both; every ratio is
-that of one turn, and the table gives the median of the turns and their quartiles. Times are those of the clock and, on
-the CPU, of the processor, which other work disturbs less. Weights and symbols are random: all beams run to the full
-length.
+that of one turn. This is repeated with new processes, since each pair has other luck with its memory; the table gives
+the median of all turns and their quartiles. Times are those of the clock and, on the CPU, of the processor, which other
+work disturbs less. Weights and symbols are random: all beams run to the full length.
 
     python scripts/benchmark.py --short                       the table in a few minutes
     python scripts/benchmark.py --out results                 everything; results.json and results.md
@@ -81,14 +81,18 @@ def parse_arguments(arguments=None):
     parser.add_argument("--vocab-size", type=int, default=8000, metavar="V", help="symbols (default: 8,000)")
     parser.add_argument("--batch", default="8x30", metavar="BxT", help="sentences and length in training")
     parser.add_argument("--decode", nargs="+", default=None, metavar="BxT", help="sentences and length in decoding")
-    parser.add_argument("--turns", type=int, default=None, help="of each model (default: 9, short: 5)")
+    parser.add_argument("--repeats", type=int, default=None, help="new pairs of processes (default: 5, short: 2)")
+    parser.add_argument("--turns", type=int, default=None, help="of each model in each pair (default: 3, short: 2)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--checkpoint", help="a trained translation model, for ctranslate2")
     parser.add_argument("--data", help="its data folder")
     parser.add_argument("--subset", default="test", help="the part of the data to translate (default: test)")
     parser.add_argument("--out", metavar="NAME", help="write NAME.json and NAME.md")
     args = parser.parse_args(arguments)
-    args.turns = args.turns or (5 if args.short else 9)
+    if args.repeats is None:
+        args.repeats = 2 if args.short else 5
+    if args.turns is None:
+        args.turns = 2 if args.short else 3
     args.decode = args.decode or (["8x30"] if args.short else ["1x30", "8x10", "8x30", "8x90", "32x30"])
     for name, text in (("--batch", args.batch), *(("--decode", text) for text in args.decode)):
         if not re.fullmatch(r"[1-9]\d*x([2-9]|[1-9]\d+)", text):
@@ -97,6 +101,8 @@ def parse_arguments(arguments=None):
         parser.error(f"--sets {args.sets} must be between 1 and --layers {args.layers}")
     if args.width % 64:
         parser.error(f"--width {args.width} must be a multiple of 64, the width of a head")
+    if args.repeats < 1:
+        parser.error(f"--repeats {args.repeats} must be at least 1")
     if args.turns < 2:
         parser.error(f"--turns {args.turns} must be at least 2, or there is no spread")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -171,7 +177,7 @@ class Process:
 
     def __init__(self, kind: type, *arguments):
         self.pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        self.pool.submit(host, kind, arguments).result()
+        self.started = self.pool.submit(host, kind, arguments)
 
     def call(self, method: str, *arguments):
         """Return what a method of the object returns."""
@@ -432,7 +438,23 @@ def in_processes(kind: type, arguments: dict[str, tuple]):
         for name, values in arguments.items():
             processes[name] = Process(kind, *values)
             stack.callback(processes[name].close)
+        for process in processes.values():
+            process.started.result()
         yield processes
+
+
+def repeat(measure, args) -> list[dict]:
+    """Return the rows that `measure` returns, with the turns of `--repeats` calls; each starts new processes."""
+    return [join(rows, args) for rows in zip(*(measure() for _ in range(args.repeats)), strict=True)]
+
+
+def join(rows, args) -> dict:
+    """Return one row of the table from the same row measured several times: all turns, or the first of the sizes."""
+    first = rows[0]
+    if first["kind"] == SIZE:
+        return first
+    turns = {name: [turn for row in rows for turn in row["turns"][name]] for name in first["turns"]}
+    return {**first, **compare(first["pair"], first["what"], first["kind"], turns, args.device)}
 
 
 def compare_method(pair: str, what: str, kind: str, method: str, processes: dict, args) -> dict:
@@ -491,7 +513,7 @@ def measure_import(args) -> list[dict]:
     """Compare the start of fairseq-train with and without the plugin, in processes of their own."""
     codes = {"with the plugin": "import fairseq_cli.train, fairseq_sharing", "fairseq": "import fairseq_cli.train"}
     found = {name: [] for name in codes}
-    for turn, (name, code) in itertools.product(range(-1, min(args.turns, 5)), codes.items()):
+    for turn, (name, code) in itertools.product(range(-1, min(args.repeats * args.turns, 5)), codes.items()):
         clock, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -509,8 +531,8 @@ def measure_albert(args) -> list[dict]:
         print("albert: skipped, there is no package transformers", file=sys.stderr)
         return []
     sentences = 2 if args.short else 4
-    names = {"albert_encoder": True, "AlbertForMaskedLM": False}
-    with in_processes(Albert, {name: (ours, ALBERT, sentences, args.device) for name, ours in names.items()}) as both:
+    models = {"albert_encoder": True, "AlbertForMaskedLM": False}
+    with in_processes(Albert, {name: (ours, ALBERT, sentences, args.device) for name, ours in models.items()}) as both:
         return [
             compare_method("albert", f"{what}, {sentences}x{ALBERT_LENGTH}", kind, method, both, args)
             for what, kind, method in (
@@ -550,7 +572,7 @@ def format_table(rows: list[dict], args) -> str:
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {threads}"
     lines = [
         f"{where}; torch {torch.__version__}; N={args.layers}, M={args.sets}, width {args.width}, "
-        f"V={args.vocab_size:,}; median of {args.turns} turns (quartiles)",
+        f"V={args.vocab_size:,}; median of {args.repeats} x {args.turns} turns (quartiles)",
         "",
         "| | | ratio, clock | ratio, processor | ours | theirs |",
         "|---|---|---|---|---|---|",
@@ -597,13 +619,14 @@ def main(arguments=None) -> None:
             measured = SHORT.get(pair, ())
         measures = [name for name in measured if args.measure is None or name in args.measure]
         if set(measures) & {"train", "optimizer", "memory", "peak", "checkpoint"}:
-            show(measure_training(pair, ours, theirs, measures, args))
+            show(repeat(partial(measure_training, pair, ours, theirs, measures, args), args))
         if set(measures) & {"decode", "cache"}:
-            show(measure_decoding(pair, ours, theirs, measures, args))
+            show(repeat(partial(measure_decoding, pair, ours, theirs, measures, args), args))
     if args.pair is None:
-        for name, measure in (("import", measure_import), ("albert", measure_albert)):
-            if args.measure is None or name in args.measure:
-                show(measure(args))
+        if args.measure is None or "import" in args.measure:
+            show(measure_import(args))
+        if args.measure is None or "albert" in args.measure:
+            show(repeat(partial(measure_albert, args), args))
     table = format_table(rows, args)
     print(table)
     if args.out is not None:

@@ -14,7 +14,8 @@ sys.path.append(str(REPOSITORY / "scripts"))
 import benchmark
 import benchmark_scaling
 
-SMALL = ["--layers", "4", "--sets", "2", "--width", "64", "--vocab-size", "50", "--turns", "2", "--batch", "2x4"]
+SMALL = ["--layers", "4", "--sets", "2", "--width", "64", "--vocab-size", "50", "--batch", "2x4"]
+SMALL += ["--repeats", "2", "--turns", "2"]
 
 
 def parameters(vocabulary: int, width: int, encoder: int, decoder: int) -> int:
@@ -77,6 +78,7 @@ def test_a_ratio_is_that_of_a_turn(kind, expected):
         (["--sets", "13"], "--sets 13 must be between 1 and --layers 12"),
         (["--width", "100"], "--width 100 must be a multiple of 64"),
         (["--turns", "1"], "--turns 1 must be at least 2"),
+        (["--repeats", "0"], "--repeats 0 must be at least 1"),
         (["--measure", "ctranslate2"], "--measure ctranslate2 needs --checkpoint and --data"),
         (["--data", "bin"], "--checkpoint and --data go together"),
     ],
@@ -103,7 +105,7 @@ def test_the_table_and_its_numbers(tmp_path, capsys):
     assert rows["caches of the source in decoding"]["ratio"] == 2 / 4
     for what, row in rows.items():
         if "turns" in row:
-            assert {len(turns) for turns in row["turns"].values()} == {2} and row["wall"]["ratio"] > 0, what
+            assert {len(turns) for turns in row["turns"].values()} == {4} and row["wall"]["ratio"] > 0, what
     table = (tmp_path / "found.md").read_text("utf-8")
     assert table.count("| same depth |") == len(rows) and table in capsys.readouterr().out
 
@@ -128,7 +130,7 @@ def test_every_pair_has_the_models_that_it_names():
 def test_import_and_albert(monkeypatch):
     small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     monkeypatch.setattr(benchmark, "ALBERT", {**benchmark.ALBERT, **small, "vocab_size": 100})
-    args = benchmark.parse_arguments(["--turns", "2"])
+    args = benchmark.parse_arguments(["--repeats", "1", "--turns", "2"])
     assert [row["pair"] for row in benchmark.measure_albert(args)] == ["albert"] * 3
     (row,) = benchmark.measure_import(args)
     assert row["added_seconds"]["cpu"] == row["cpu_seconds"][0] - row["cpu_seconds"][1]
