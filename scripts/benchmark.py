@@ -20,6 +20,7 @@ import importlib.util
 import itertools
 import json
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -131,15 +132,27 @@ def flags_of(name: str, args) -> tuple[str, list[str]]:
 
     shared = ["--share-all-embeddings", *widths(args.width)]
     sets = ["--encoder-unique-layers", str(args.sets), "--decoder-unique-layers", str(args.sets)]
-    if name == "universal":  # as wide as gives it the parameters of M = 6
-        layers = depth(max(1, args.layers // 2))
-        return "transformer_shared_universal", ["--share-all-embeddings", *widths(2 * args.width), *layers]
+    if name == "universal":
+        wide = widths(universal_width(args))
+        return "transformer_shared_universal", ["--share-all-embeddings", *wide, *depth(args.sets)]
     if name in ("stock", "stock M"):
         return "transformer", [*shared, *depth(args.layers if name == "stock" else args.sets)]
     if name == "none":
         return "transformer_shared_cycle_rev", [*shared, *depth(args.layers), *UNSHARED]
     strategy, _, deeper = name.partition(" ")
     return f"transformer_shared_{strategy}", [*shared, *depth(args.layers * 3 // 2 if deeper else args.layers), *sets]
+
+
+def universal_width(args) -> int:
+    """Return the width at which one parameter set a stack, with its embedding, has the parameters of `--sets` sets.
+
+    Rounded to heads of 64, so parameters differ by a few percent; with the paper's M = 6, width 512 and V = 32,768 it
+    is the paper's 1,024. The matrices of an encoder layer have 12 times the square of the width, of a decoder layer 16.
+    """
+    layers = 12 + 16
+    parameters = args.sets * layers * args.width**2 + args.vocab_size * args.width
+    width = (math.sqrt(args.vocab_size**2 + 4 * layers * parameters) - args.vocab_size) / (2 * layers)
+    return 64 * round(width / 64)
 
 
 def build(name: str, args):

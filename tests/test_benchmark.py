@@ -126,6 +126,14 @@ def test_every_pair_has_the_models_that_it_names():
         assert (len(sharing.assignment), len(set(sharing.owners))) == (layers, sets), name
 
 
+@pytest.mark.parametrize(("vocabulary", "width"), [(8000, 1152), (32768, 1024)])
+def test_universal_has_as_many_parameters(vocabulary, width):
+    """By the formula, since the models are large; with the paper's vocabulary it is the paper's width."""
+    assert benchmark.universal_width(benchmark.parse_arguments(["--vocab-size", str(vocabulary)])) == width
+    ratio = parameters(vocabulary, width, 1, 1) / parameters(vocabulary, 512, 6, 6)
+    assert 0.95 < ratio < 1.05
+
+
 @pytest.mark.slow
 def test_import_and_albert(monkeypatch):
     small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
