@@ -35,6 +35,9 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import fairseq_sharing  # noqa: F401  before fairseq, which otherwise tells each process what is not installed
+
+# isort: split
 import torch
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.models import build_model
@@ -528,7 +531,7 @@ def measure_import(args) -> list[dict]:
     found = {name: [] for name in codes}
     for turn, (name, code) in itertools.product(range(-1, min(args.repeats * args.turns, 5)), codes.items()):
         clock, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         if turn >= 0:
