@@ -218,8 +218,19 @@ def tabulate_rates(runs: list[Run]) -> list[dict]:
     return rows
 
 
+def mean_curve(runs: list[Run]) -> list[Validation]:
+    """Return the mean validation loss of several seeds after the updates that all have, and minutes at median speed."""
+    losses = [{each.updates: each.loss for each in run.validations} for run in runs]
+    pace = statistics.fmean(run.minutes_per_update for run in runs)
+    return [
+        replace(each, loss=statistics.fmean(loss[each.updates] for loss in losses), minutes=each.updates * pace)
+        for each in runs[0].validations
+        if all(each.updates in loss for loss in losses)
+    ]
+
+
 def draw_runs(runs: list[Run], score_name: str, mean_score: Callable, prefix: str) -> None:
-    """Draw PREFIX-NORM.png: validation loss with the first seed against updates and minutes, scores against their cost.
+    """Draw PREFIX-NORM.png: validation loss against updates and minutes, scores against their cost; means over seeds.
 
     Args:
         runs: all trainings.
@@ -229,10 +240,7 @@ def draw_runs(runs: list[Run], score_name: str, mean_score: Callable, prefix: st
     """
     for norm in NORMS:
         chosen = {title: own for system, title in SYSTEMS.items() if (own := group(runs, norm, system))}
-        curves = {
-            title: [replace(each, minutes=each.updates * own[0].minutes_per_update) for each in own[0].validations]
-            for title, own in chosen.items()
-        }
+        curves = {title: mean_curve(own) for title, own in chosen.items()}
         scores = [
             Result(title, mean_score(own), own[0].parameters, statistics.fmean(run.tokens_per_second for run in own))
             for title, trained in chosen.items()
