@@ -14,6 +14,7 @@ from fairseq.checkpoint_utils import load_model_ensemble_and_task
 from fairseq.models import ARCH_MODEL_REGISTRY, build_model
 from fairseq.models.roberta import RobertaHubInterface, RobertaModel
 from fairseq.tasks import setup_task
+from fairseq.utils import get_activation_fn
 from omegaconf import OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -285,6 +286,21 @@ def test_epsilon_reaches_every_layernorm():
         norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
         assert len(norms) == 1 + 2 * 4 + 1 + len(flags) // 3
         assert {norm.eps for norm in norms} == {epsilon}
+
+
+@pytest.mark.parametrize("name", ["gelu_accurate", "gelu_fast", "gelu"])
+def test_the_activation_is_fairseqs_by_another_kernel(name):
+    """Layers and head, values and gradients; one that is not ALBERT's stays as it is."""
+    model = build("albert_encoder", *TINY, "--activation-fn", name)
+    functions = {module.activation_fn for module in model.modules() if hasattr(module, "activation_fn")}
+    theirs = get_activation_fn(name)
+    (ours,) = functions
+    assert (ours is theirs) == (name == "gelu")
+    values = torch.linspace(-6, 6, 241, dtype=torch.float64).requires_grad_()
+    (gradient,) = torch.autograd.grad(ours(values).sum(), values)
+    (expected,) = torch.autograd.grad(theirs(values).sum(), values)
+    torch.testing.assert_close(ours(values), theirs(values))
+    torch.testing.assert_close(gradient, expected)
 
 
 def test_positions_follow_longer_blocks():
