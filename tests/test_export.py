@@ -339,7 +339,8 @@ def test_roberta(tmp_path, capsys):
     folder = export(albert, "fairseq", tmp_path / "roberta", spm=False)
     hub = RobertaModel.from_pretrained(str(folder), bpe=None)
     assert type(hub.model) is RobertaModel
-    assert torch.equal(hub.eval().model(random_tokens())[0], albert.model(random_tokens())[0])
+    # The two compute the same activation by different kernels.
+    torch.testing.assert_close(hub.eval().model(random_tokens())[0], albert.model(random_tokens())[0])
     command = ["export", tmp_path / "narrow.pt", "--to", "fairseq", "--out", tmp_path / "no"]
     save_albert(tmp_path / "narrow.pt")
     capsys.readouterr()
