@@ -644,7 +644,8 @@ def main(arguments=None) -> None:
         if args.measure is None or "albert" in args.measure:
             show(repeat(partial(measure_albert, args), args))
     table = format_table(rows, args)
-    print(table)
+    if rows:
+        print(table)
     if args.out is not None:
         Path(f"{args.out}.md").write_text(table, encoding="utf-8")
         text = json.dumps({"settings": describe_settings(args), "rows": rows}, indent=1)
