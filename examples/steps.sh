@@ -121,7 +121,7 @@ step() {
 # pack NAME: leave what tables and pictures read of a training's log in $RUN/NAME.log.xz, without paths and configuration.
 pack() {
     [ -n "$dry_run" ] ||
-        grep -E '\{"epoch"|residual scalings measured|coder: [0-9]+ layer|shared model params|Loaded checkpoint' \
+        grep -E '\{"epoch"|train_inner|valid on|residual scalings|coder: [0-9]+ layer|shared model params|Loaded checkpoint' \
             "$RUN/$1.log" | sed "s|$RUN/||g" | xz -9e >"$RUN/$1.log.xz"
 }
 

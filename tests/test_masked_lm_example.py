@@ -1,6 +1,7 @@
 """The masked-LM example: what its data script writes, how it chooses, and its whole run."""
 
 import itertools
+import lzma
 import os
 import re
 import subprocess
@@ -58,32 +59,58 @@ def test_a_resumed_epoch_counts_once_and_an_unfinished_one_not(tmp_path):
     assert runs.read_scores(log) == (61, 51)
 
 
+def pretraining_log(loss: float) -> str:
+    """3,000 updates at two a second, of which one interval was disturbed."""
+    step = "epoch 001: 9 / 9 loss=7, wps={}, ups={}, wpb=900, num_updates={}, train_wall=9, wall={}"
+    lines = ["num. shared model params: 1,234 (num. trained: 1,234)"]
+    for number, (wps, ups) in enumerate(((2000, 2), (200, 0.2), (2000.5, 2)), 1):
+        lines.append(f"| INFO | train_inner | {step.format(wps, ups, 1000 * number, 500 * number)}")
+        lines.append(f"| INFO | valid | epoch 001 | valid on 'valid' subset | loss {loss + 3 - number} | ppl 9 | ")
+        lines[-1] += f"num_updates {1000 * number}"
+    return "\n".join(lines)
+
+
 def test_the_table_of_what_is_shared(tmp_path):
     """Wide embeddings first, in the order of ALBERT's table; what has not ended its pretraining is left out."""
     for name, loss in (("none-32", 6.1), ("all-32", 6.4), ("all-128", 6.3), ("ffn-32", None)):
         folder = tmp_path / name
         folder.mkdir()
-        lines = [
-            "num. shared model params: 1,234 (num. trained: 1,234)",
-            f"valid on 'valid' subset | loss {loss} | ppl 9",
-        ]
-        (folder / "pretrain.log").write_text("\n".join(lines), encoding="utf-8")
+        (folder / "pretrain.log").write_text(pretraining_log(loss or 7), encoding="utf-8")
         if loss:
             (folder / "pretrain.done").touch()
         write_run(folder, "1e-3", 1, (70, 61))
         write_run(folder, "1e-3", 2, (70, 63))
+    for log in (tmp_path / "all-32").glob("*.log"):  # as sharing.sh leaves them for others
+        log.with_suffix(".log.xz").write_bytes(lzma.compress(log.read_bytes()))
+        log.with_suffix(".done").unlink()
+        log.unlink()
     command = [sys.executable, EXAMPLE / "sharing.py", tmp_path]
-    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    assert cells[0] == ["shared", "E", "parameters", "masked-LM loss (bits)", "novels, accuracy (%)", "seeds"]
-    assert [row[:4] for row in cells[2:]] == [
-        ["all", "128", "1,234", "6.3"],
-        ["all", "32", "1,234", "6.4"],
-        ["nothing", "32", "1,234", "6.1"],
+
+    def table(*flags) -> list[list[str]]:
+        lines = subprocess.run([*command, *flags], capture_output=True, text=True, check=True).stdout.splitlines()
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+    cells = table()
+    assert cells[0][:6] == ["shared", "E", "parameters", "pieces/s", "minutes", "masked-LM loss (bits)"]
+    assert cells[0][6:] == ["novels, accuracy (%)", "novels, by seed"]
+    assert [row[:6] for row in cells[2:]] == [
+        ["all", "128", "1,234", "2,000", "25", "6.300"],
+        ["all", "32", "1,234", "2,000", "25", "6.400"],
+        ["nothing", "32", "1,234", "2,000", "25", "6.100"],
     ]
-    assert cells[2][4:] == ["62.0 ± 1.4", "2"]
+    assert all(row[6:] == ["62.0 ± 1.4", "61.0 63.0"] for row in cells[2:])
+    heading, _, *rows = table("--watts", "6")
+    assert heading[5] == "Wh" and [row[5] for row in rows] == ["2.5", "2.5", "2.5"]
+    table("--picture", str(tmp_path / "sharing.png"))
+    assert (tmp_path / "sharing.png").read_bytes().startswith(b"\x89PNG")
     refused = subprocess.run([*command[:2], tmp_path / "all-32"], capture_output=True, text=True)
     assert refused.returncode == 2 and "holds no finished pretraining" in refused.stderr
+
+
+def test_a_packed_log_does_not_stand_for_one_that_is_written_anew(tmp_path):
+    write_run(tmp_path, "1e-3", 1, (70, 60), done=False)
+    (tmp_path / "tune-novels-pretrained-1e-3-seed1.log.xz").write_bytes(lzma.compress(b"what was before"))
+    assert runs.read_runs(tmp_path, "novels", "pretrained") == {}
 
 
 def test_a_run_without_results_is_refused(tmp_path, monkeypatch, capsys):

@@ -83,6 +83,7 @@ step pretrain python -m fairseq_cli.train "$RUN/bin" "${common[@]}" --task maske
     --max-tokens "$MAX_TOKENS" --valid-subset valid,valid1 --log-interval 100 \
     --save-interval-updates "$VALIDATE" --keep-interval-updates 1 --validate-interval-updates "$VALIDATE" \
     --save-dir "$RUN/pretrained" --seed 1
+pack pretrain
 
 # tune SET START RATE SEED: fine-tune from the pretrained checkpoint or from random weights; all else is the same.
 tune() {
@@ -99,6 +100,7 @@ tune() {
         --max-sentences "$TUNE_BATCH" --valid-subset valid,test --log-interval 100 \
         --best-checkpoint-metric accuracy --maximize-best-checkpoint-metric \
         "${restore[@]+"${restore[@]}"}" --save-dir "$RUN/$name" --seed "$seed"
+    pack "$name"
 }
 for set in $SETS; do
     for start in $STARTS; do

@@ -1,13 +1,26 @@
 """What fine-tuning left in its logs: scores, and which learning rate is best on the validation part.
 
-Imported by compare.py and albert.py, not run.
+Imported by compare.py, sharing.py and albert.py, not run.
 """
 
 import re
 import statistics
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from fairseq_sharing.tools.logs import read_lines
+
 BOTH = ("valid", "test")
+
+
+def finished_logs(run: Path, pattern: str) -> dict[str, Path]:
+    """Return the log of each finished step by its name: NAME.log beside NAME.done, or the packed NAME.log.xz alone."""
+    logs = {done.stem: done.with_suffix(".log") for done in sorted(run.glob(f"{pattern}.done"))}
+    for packed in sorted(run.glob(f"{pattern}.log.xz")):
+        if not packed.with_suffix("").exists():
+            logs[packed.name.removesuffix(".log.xz")] = packed
+    return logs
 
 
 def read_scores(log: Path, metric: str = "accuracy", parts: tuple[str, ...] = BOTH) -> tuple[float, ...] | None:
@@ -22,7 +35,7 @@ def read_scores(log: Path, metric: str = "accuracy", parts: tuple[str, ...] = BO
     """
     line = re.compile(rf"epoch (\d+) \| valid on '({'|'.join(parts)})' subset .*\| {metric} (-?[\d.]+)")
     epochs: dict[int, dict[str, float]] = {}
-    for epoch, part, score in line.findall(log.read_text("utf-8")):
+    for epoch, part, score in line.findall("\n".join(read_lines(log))):
         epochs.setdefault(int(epoch), {})[part] = float(score)
     complete = [tuple(found[part] for part in parts) for found in epochs.values() if len(found) == len(parts)]
     return max(complete, key=lambda scores: scores[0], default=None)
@@ -32,15 +45,15 @@ def read_runs(run: Path, name: str, start: str, **what) -> dict[str, dict[int, t
     """Return the scores of each finished run of one set and start, by learning rate and seed.
 
     Args:
-        run: folder of logs called ``tune-NAME-START-RATE-seedSEED.log``.
+        run: folder of logs called ``tune-NAME-START-RATE-seedSEED.log``, or the same with ``.xz``.
         name: the set.
         start: pretrained or not.
         what: metric and parts, as for `read_scores`.
     """
     runs: dict[str, dict[int, tuple[float, ...]]] = {}
-    for done in sorted(run.glob(f"tune-{name}-{start}-*-seed*.done")):
-        rate, seed = re.fullmatch(f"tune-{name}-{start}-(.+)-seed(.+)", done.stem).groups()
-        scores = read_scores(done.with_suffix(".log"), **what)
+    for step, log in finished_logs(run, f"tune-{name}-{start}-*-seed*").items():
+        rate, seed = re.fullmatch(f"tune-{name}-{start}-(.+)-seed(.+)", step).groups()
+        scores = read_scores(log, **what)
         if scores is not None:
             runs.setdefault(rate, {})[int(seed)] = scores
     return runs
