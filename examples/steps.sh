@@ -4,7 +4,7 @@
 # A script sets its variables, calls `begin NAME...` with the names of those that may not change between two calls with
 # the same RUN, and then `step NAME COMMAND...` for each thing to do. A step that came to its end is not done again; its
 # output is in $RUN/NAME.log, and what the line pattern SHOW matches is shown. With the variable dry_run set nothing is done
-# or written: each step's command is printed. Below `step` is what only the recipes at full size use.
+# or written: each step's command is printed. Below `pack` is what only the recipes at full size use.
 set -euo pipefail
 
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONUNBUFFERED=1

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
 # What the comparisons of strategies have in common, for all families: sourced, not run, after steps.sh and the variables.
 #
-# A script says what one training is in a function `compare NAME SYSTEM NORM LR SEED`, and calls `each_training` with the
-# names of the stacks. There, `describe_model SYSTEM NORM STACK...` has set the array `model` (flags of architecture, depth,
-# sharing and norms), WIDTH and FFN.
+# A script says what one training is in a function `compare NAME SYSTEM NORM LR SEED`, and calls `each_training`. In it,
+# `describe_model FAMILY SYSTEM NORM STACK...` sets the array `model` (flags of architecture, depth, sharing and norms), WIDTH
+# and FFN.
 SYSTEMS=${SYSTEMS:-vanilla universal sequence cycle cycle_rev unshared}
 NORMS=${NORMS:-pre-ln admin} # Pre-LN; Post-LN with --residual-scaling admin
 LRS=${LRS:-0.002 0.004}      # the highest learning rate: all with the first seed, for the other seeds the best of them

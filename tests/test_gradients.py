@@ -1,6 +1,7 @@
 """The gradient norm that each layer contributes, and its way into fairseq's logs."""
 
 import json
+import lzma
 
 import pytest
 import torch
@@ -93,7 +94,9 @@ SIMPLE = "| INFO | train_inner | epoch 001:      2 / 9 loss=9, gnorm=2, gnorm_en
 def test_the_picture_reads_the_simple_format_and_refuses_other_files(tmp_path, capsys):
     log, out = tmp_path / "train.log", tmp_path / "norms.png"
     log.write_text(f"{SIMPLE}\n", encoding="utf-8")
-    assert read_norms(log) == ({"encoder": {0: [0.5], 1: [0.001]}}, {})
+    packed = tmp_path / "train.log.xz"
+    packed.write_bytes(lzma.compress(log.read_bytes()))
+    assert read_norms(log) == read_norms(packed) == ({"encoder": {0: [0.5], 1: [0.001]}}, {})
     assert main(["gradients", str(log), "--out", str(out)]) == 0
     for arguments, sentence in (
         ([log, "--out", out], "exists"),

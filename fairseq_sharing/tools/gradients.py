@@ -13,17 +13,18 @@ import re
 import statistics
 from pathlib import Path
 
+from .logs import JSON_LINE, read_lines
+
 HELP = "draw the gradient norm of each layer, from a log with --log-layer-gradient-norms"
 
 SIMPLE = re.compile(r"\bgnorm_(\w+)_(\d+)=([-+.\deE]+)")
-JSON_LINE = re.compile(r'\{"epoch": .*\}\s*$')
 JSON_NAME = re.compile(r"^gnorm_(\w+)_(\d+)$")
 PICTURE = re.compile(r"(\w+): \d+ layers? from \d+ parameter sets? \([^)]*\): (\d+(?: \d+)*)")
 COLOR = "#0072B2"  # of Okabe and Ito's palette
 
 
 def read_norms(path: Path) -> tuple[dict[str, dict[int, list[float]]], dict[str, list[str]]]:
-    """Read a log of either format.
+    """Read a log of either format, plain or .xz.
 
     Returns:
         stack -> layer -> norms in the order of updates, and stack -> the parameter set of each layer where it says so.
@@ -31,12 +32,8 @@ def read_norms(path: Path) -> tuple[dict[str, dict[int, list[float]]], dict[str,
     Raises:
         ValueError: no such file, or no layer's gradient norm in it.
     """
-    try:
-        lines = path.read_text("utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
     norms, sets = {}, {}
-    for line in lines:
+    for line in read_lines(path):
         if picture := PICTURE.search(line):
             sets[picture[1]] = picture[2].split()
         for stack, layer, value in read_line(line):
