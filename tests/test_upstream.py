@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, build, build_dictionary
-from fairseq import checkpoint_utils, search, utils
+from fairseq import checkpoint_utils, search, tasks, utils
 from fairseq.data import Dictionary, ListDataset, MaskTokensDataset, data_utils
 from fairseq.data.audio.data_cfg import S2TDataConfig
 from fairseq.data.audio.speech_to_text_dataset import SpeechToTextDatasetCreator
 from fairseq.file_io import PathManager
 from fairseq.models.transformer import TransformerModel
-from families import make_data
+from families import FAMILIES, configure, make_data
 
 from fairseq_sharing import upstream
 from fairseq_sharing.upstream import checkpoint_files, hooks
@@ -162,6 +162,37 @@ def test_each_epoch_has_masks_of_its_own():
             changed = source.ne(sentences[0])
             assert changed.any() and target[changed].equal(sentences[0][changed])
     assert not any(map(torch.equal, found[1], found[2])) and not any(map(torch.equal, found[2], found[3]))
+
+
+@pytest.mark.parametrize("name", ["speech", "masked language model"])
+def test_data_workers_mask_as_the_process_itself(name, tmp_path):
+    """In each epoch anew, and after resuming within the second."""
+    config = configure(FAMILIES[name], make_data(tmp_path, sentences=20)[name], tmp_path / "save", stock=True)
+    task = tasks.setup_task(config.task)
+
+    def read(workers: int) -> list[list[torch.Tensor]]:
+        task.load_dataset("train", combine=False, epoch=1)
+
+        def batches(epoch: int):
+            return task.get_batch_iterator(
+                task.dataset("train"), max_sentences=8, num_workers=workers, data_buffer_size=10, epoch=epoch
+            )
+
+        iterator = batches(1)
+        found = [[each["net_input"]["src_tokens"] for each in iterator.next_epoch_itr()] for _ in range(3)]
+        place = {**iterator.state_dict(), "epoch": 2, "iterations_in_epoch": 1}
+        task.load_dataset("train", combine=False, epoch=2)
+        resumed = batches(2)
+        resumed.load_state_dict(place)
+        resumed = [each["net_input"]["src_tokens"] for each in resumed.next_epoch_itr()]
+        assert len(resumed) == len(found[1]) - 1 and all(map(torch.equal, resumed, found[1][1:]))
+        return found
+
+    alone = read(0)
+    for epoch, with_worker in zip(alone, read(1), strict=True):
+        assert len(epoch) > 1 and all(map(torch.equal, epoch, with_worker))
+    sums = [sum(float(batch.double().sum()) for batch in epoch) for epoch in alone]
+    assert len(set(sums)) == 3  # the same sentences under other masks
 
 
 def test_checks_come_before_loading(monkeypatch):

@@ -20,7 +20,7 @@ import sys
 
 import torch  # noqa: F401  torch.jit.script compiles a search that `replace` has wrapped with the names found here
 from fairseq import checkpoint_utils, options, search, utils
-from fairseq.data import MaskTokensDataset, data_utils
+from fairseq.data import EpochBatchIterator, MaskTokensDataset, data_utils
 from fairseq.data.audio.speech_to_text_dataset import SpeechToTextDataset, SpeechToTextDatasetCreator
 from fairseq.dataclass import initialize
 from fairseq.distributed import utils as distributed_utils
@@ -82,6 +82,7 @@ def apply() -> None:
     replace(checkpoint_utils, "load_ema_from_checkpoint", moving_average.keep_aliases_of_average)
     replace(FairseqTask, "get_batch_iterator", batches.batch_as_in_the_first_epoch)
     replace(Trainer, "get_train_iterator", batches.tell_task_about_seed)
+    replace(EpochBatchIterator, "_get_iterator_for_epoch", batches.renew_data_workers)
     replace(MaskTokensDataset, "set_epoch", batches.forget_masks_of_the_last_epoch)
     replace(SpeechToTextDataset, "__getitem__", speech.augment_by_epoch_and_clip)
     replace(SpeechToTextDataset, "set_epoch", speech.set_epoch_of_clips)

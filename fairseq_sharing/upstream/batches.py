@@ -44,6 +44,17 @@ def tell_task_about_seed(get_train_iterator, self, *args, **kwargs):
     return get_train_iterator(self, *args, **kwargs)
 
 
+def renew_data_workers(get_iterator_for_epoch, self, *args, **kwargs):
+    """Start the data workers anew in each epoch.
+
+    Upstream keeps them, with the dataset as it was when they were started: what depends on the epoch, such as the masks
+    of masked language models, stays that of the first one.
+    """
+    if self.num_workers > 0:
+        self.dataloader = None
+    return get_iterator_for_epoch(self, *args, **kwargs)
+
+
 def forget_masks_of_the_last_epoch(set_epoch, self, *args, **kwargs):
     """Empty the caches of masked sentences when an epoch begins.
 
