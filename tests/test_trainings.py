@@ -117,6 +117,15 @@ def test_the_bootstrap_tells_what_differs(tmp_path):
     assert module.bootstrap(worse, reference, reference) < 0.01
 
 
+def test_translations_must_be_as_many_as_the_references(folder):
+    """As they are not where a decoding was stopped and what it had printed counts twice."""
+    for name in ("pre-ln-vanilla-lr0.002-seed1", "pre-ln-vanilla-lr0.002-seed2"):
+        (folder / f"{name}.end.de.xz").write_bytes(lzma.compress(b"ein Satz\n" * 563))
+    script = REPOSITORY / "examples" / "translation" / "strategies.py"
+    done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True)
+    assert done.returncode == 2 and "has 563 translations" in done.stderr and "562 lines" in done.stderr
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_wrong_settings(family, tmp_path):
     script = REPOSITORY / "examples" / family / "strategies.sh"

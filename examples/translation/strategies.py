@@ -48,6 +48,9 @@ def results(runs: list[Run], when: str, baselines: dict[int, Run], args) -> dict
     if any(lines is None for lines in found):
         return {}
     reference = read_lines(args.reference)
+    for run, lines in zip(runs, found, strict=True):
+        if len(lines) != len(reference):
+            raise ValueError(f"{run.path} has {len(lines)} translations, {args.reference} has {len(reference)} lines")
     bleu, chrf = score(found, reference)
     columns = {"BLEU": spread(bleu, 2)} | ({"chrF2": spread(chrf, 2)} if when == "end" else {})
     if runs[0].system != "vanilla" and all(run.seed in baselines for run in runs):
