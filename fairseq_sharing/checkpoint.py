@@ -113,10 +113,15 @@ def restore_borrowed(layers: nn.ModuleList, state_dict: dict, prefix: str, *_) -
             if record is None:
                 refuse(stack, f"without a record of sharing and without layer {borrower}", layers.sharing)
             state_dict[borrowed] = state_dict[owned]
-        elif not torch.equal(state_dict[borrowed], state_dict[owned]):
+        elif not agree(state_dict[borrowed], state_dict[owned]):
             refuse(
                 stack, f"with different {name} in layers {owner} and {borrower}, that is not shared so", layers.sharing
             )
+
+
+def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal; NaN, which a run that diverged saves, is equal to itself."""
+    return one is other or (one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
 
 
 def tie_again(layers: nn.ModuleList, incompatible_keys) -> None:

@@ -97,6 +97,21 @@ def test_full_files_load_when_aliases_agree():
     assert torch.equal(other.encoder.layers[3].fc1.weight, model.encoder.layers[0].fc1.weight)
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_what_a_run_saved_that_diverged_can_be_loaded(full):
+    """NaN is not equal to itself, but both layers have it."""
+    model, other = build(*REV), build(*REV, seed=2)
+    with torch.no_grad():
+        model.encoder.layers[0].fc1.weight[0, 0] = torch.nan
+    state = model.state_dict()
+    if full:  # a copy for each layer
+        state = {name: value.detach().clone() for name, value in model.named_parameters(remove_duplicate=False)}
+        state |= {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    other.load_state_dict(state)
+    assert other.encoder.layers[3].fc1.weight.isnan().sum() == 1
+    assert other.encoder.layers[3].fc1.weight is other.encoder.layers[0].fc1.weight
+
+
 @pytest.mark.parametrize(
     ("flags", "shown"),
     [
