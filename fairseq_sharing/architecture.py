@@ -45,7 +45,7 @@ def check_quant_noise(args, *stacks: str) -> None:
 
 def check_adaptive_softmax(args) -> None:
     """Refuse an adaptive softmax with a tied output: fairseq trains such a model and cannot load its checkpoint."""
-    for name in ("share_all_embeddings", "share_decoder_input_output_embed"):
+    for name in ("share_all_embeddings", "share_decoder_input_output_embed", "merge_src_tgt_embed"):
         if args.adaptive_softmax_cutoff is not None and getattr(args, name, False):
             refuse(
                 f"--adaptive-softmax-cutoff {as_text(args.adaptive_softmax_cutoff)} has an output of its own and "

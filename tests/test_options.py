@@ -172,6 +172,15 @@ def test_configurations_from_yaml():
             "--decoder-output-dim is 64 and --decoder-embed-dim is 512",
         ),
         (
+            ["--merge-src-tgt-embed", "--encoder-embed-dim", "64", "--decoder-embed-dim", "32"],
+            "--merge-src-tgt-embed needs one width, but --encoder-embed-dim is 64",
+        ),
+        (["--merge-src-tgt-embed", "--decoder-output-dim", "64"], "an output tied to .* --decoder-output-dim is 64"),
+        (
+            ["--merge-src-tgt-embed", "--adaptive-softmax-cutoff", "10,20"],
+            "--adaptive-softmax-cutoff 10,20 has an output of its own .* --merge-src-tgt-embed",
+        ),
+        (
             ["--share-all-embeddings", "--adaptive-softmax-cutoff", "10,20"],
             "--adaptive-softmax-cutoff 10,20 has an output of its own .* --share-all-embeddings",
         ),

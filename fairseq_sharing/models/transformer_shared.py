@@ -77,7 +77,10 @@ def check_widths(args) -> None:
     check_heads(args, "encoder", "decoder")
     check_quant_noise(args, "encoder", "decoder")
     check_adaptive_softmax(args)
-    tied = args.share_all_embeddings or args.share_decoder_input_output_embed
+    one_table = next(
+        (name for name in ("share_all_embeddings", "merge_src_tgt_embed") if getattr(args, name, False)), None
+    )
+    tied = one_table or args.share_decoder_input_output_embed
     output_dim = int(args.decoder_output_dim)  # text, when it came from the command line
     table = args.factorized_embed_dim or args.decoder_embed_dim
     if tied and output_dim != table:
@@ -86,9 +89,9 @@ def check_widths(args) -> None:
             f"{args.decoder_output_dim} and --decoder-embed-dim is {args.decoder_embed_dim}: "
             "--factorized-embed-dim makes both narrower"
         )
-    if args.share_all_embeddings and args.encoder_embed_dim != args.decoder_embed_dim:
+    if one_table and args.encoder_embed_dim != args.decoder_embed_dim:
         refuse(
-            f"--share-all-embeddings needs one width, but --encoder-embed-dim is {args.encoder_embed_dim} "
+            f"--{one_table.replace('_', '-')} needs one width, but --encoder-embed-dim is {args.encoder_embed_dim} "
             f"and --decoder-embed-dim is {args.decoder_embed_dim}"
         )
 
