@@ -104,6 +104,15 @@ def test_equal_depth_from_yaml_with_pictures(tmp_path, capsys):
     assert "exists: remove it or add --force" in fails(capsys, "transformer", "--out", pictures[0])
 
 
+def test_a_value_of_zero_is_one(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(
+        "no: {arch: transformer, dropout: 0}\nsome: {arch: transformer, dropout: 0.1}\n", "utf-8"
+    )
+    found = compare(capsys, tmp_path / "a.yaml", *TINY, "--vocab-size", "40", "--activation-memory", "8")
+    sizes = [each["activations"] for each in found["models"]]
+    assert sizes[0] < sizes[1]
+
+
 def test_table_of_architecture_and_checkpoint(tmp_path, capsys):
     flags = [*TINY, *FOUR_FROM_TWO]
     args = parse("transformer_shared_cycle_rev", *flags)

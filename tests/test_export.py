@@ -550,6 +550,27 @@ def test_hugging_face_classifies_alike(masked, tmp_path):
         assert (ours - theirs).abs().max() < 1e-4
 
 
+def test_a_classifier_keeps_its_head(masked, tmp_path, capsys):
+    """Whether fairseq-train or fairseq-hydra-train wrote the checkpoint, which differ in the configuration's type."""
+    state = torch.load(masked.tuned, weights_only=True)
+    arguments = state["cfg"]["model"]
+    state["cfg"]["model"] = {key: value for key, value in vars(arguments).items() if key != "load_checkpoint_heads"}
+    torch.save(state, tmp_path / "hydra.pt")
+    heads = {key: value for key, value in state["model"].items() if key.startswith("classification_heads.")}
+    assert heads
+    for path in (masked.tuned, tmp_path / "hydra.pt"):
+        tuned = SimpleNamespace(path=path, data=masked.reviews, spm=masked.spm)
+        folder = export(tuned, "hf-albert", tmp_path / path.stem)
+        assert json.loads((folder / "config.json").read_text())["architectures"] == ["AlbertForSequenceClassification"]
+        untied, again = tmp_path / f"{path.stem}-untied.pt", tmp_path / f"{path.stem}-again.pt"
+        assert main(["untie", "--from", str(path), "--out", str(untied)]) == 0
+        flags = ["--arch", "albert_encoder", *ALBERT, "--encoder-unique-layers", "1", "--max-positions", "512"]
+        assert main(["init", "--from", str(untied), "--rule", "mean", "--out", str(again), *map(str, flags)]) == 0
+        for written in (untied, again):
+            model = torch.load(written, weights_only=True)["model"]
+            assert all(torch.equal(model[key], value) for key, value in heads.items())
+
+
 def assert_twins(ours, folder) -> None:
     """Compare a fairseq model with what Hugging Face loads from a folder."""
     tokens = random_tokens()

@@ -1,6 +1,7 @@
 """The command ``fairseq-sharing``: what it prints, what it writes, and how it fails."""
 
 import math
+import os
 import re
 import sys
 from fractions import Fraction
@@ -16,6 +17,7 @@ from families import EVERY_FAMILY, FAMILIES, build_trainer, configure, make_data
 
 from fairseq_sharing.checkpoint import RECORD
 from fairseq_sharing.models.transformer_shared import PRESETS, SIZES
+from fairseq_sharing.tools import unigram
 from fairseq_sharing.tools.main import COMMANDS, main
 from fairseq_sharing.tools.model import build_without_memory, parse_architecture
 from fairseq_sharing.tools.progress import progress
@@ -73,6 +75,16 @@ def test_show_takes_training_flags_and_a_vocabulary(capsys):
     assert "set   0 1 2 0 1 2 0 1 2" in shown and "V=8,000" in shown and "sharing only ffn" in shown
     rows = {line.split("  ")[0]: line.split() for line in shown.splitlines()}
     assert rows["embeddings"][1] == f"{2 * 8000 * 512:,}" and rows["head"][1] == f"{8000 * 512:,}"
+
+
+def test_show_does_not_ask_how_many_processes_there_are(capsys, monkeypatch):
+    """On a machine with two GPUs, or started by torchrun, training so is refused with fairseq's default backend."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    flags = ["show", "--arch", "transformer_shared_cycle_rev", "--encoder-layerdrop", "0.1"]
+    assert main(flags) == 0 and os.environ["WORLD_SIZE"] == "2"
+    capsys.readouterr()
+    assert "--encoder-layerdrop 0.1" in fails(capsys, *flags, "--distributed-world-size", "2")
 
 
 @pytest.mark.parametrize("arch", ["transformer", "transformer_iwslt_de_en"])
@@ -253,7 +265,9 @@ def binarised(tmp_path):
         (["--begin"], 8, [3 / 16, 4 / 16, 1 / 16, 3 / 16, 3 / 16, 2 / 16, 2 / 16, 3 / 16]),
     ],
 )
-def test_unigram_perplexity_by_hand(binarised, capsys, flags, tokens, probabilities):
+@pytest.mark.parametrize("lines", [1, 2, 1000])
+def test_unigram_perplexity_by_hand(binarised, capsys, monkeypatch, lines, flags, tokens, probabilities):
+    monkeypatch.setattr(unigram, "LINES", lines)
     assert main(["unigram", str(binarised), *flags]) == 0
     perplexity = math.prod(probabilities) ** (-1 / tokens)
     bits = f"({math.log2(perplexity):.3f} bits per token)"

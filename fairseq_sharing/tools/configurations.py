@@ -111,7 +111,7 @@ def read_yaml(path: Path) -> list[Entry]:
             flag = "--" + str(key).replace("_", "-")
             if value is True:
                 entry.flags.append(flag)
-            elif value not in (False, None):
+            elif value is not False and value is not None:  # 0 is a value
                 entry.flags += [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
         entries.append(entry)
     return entries

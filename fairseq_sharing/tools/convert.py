@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from ..checkpoint import RECORD
 from ..sharing import Sharing, is_shared, shared_names
 from .files import load_checkpoint, write_atomically
-from .model import Subject, inspect_checkpoint, paths_of, sharing_of, vocabulary_sizes
+from .model import Subject, inspect_checkpoint, paths_of, register_heads, sharing_of, vocabulary_sizes
 
 RULES = ("first", "mean", "stepwise")
 # Options that change what a model computes, though its tensors may keep their shapes.
@@ -46,9 +46,16 @@ def read_source(path: str) -> tuple[dict, Subject]:
     return state, inspect_checkpoint(path, state)
 
 
-def build_real(config, task):
-    """Build a model with numbers in it."""
+def build_real(config, task, state: dict):
+    """Build a model with numbers in it, and with the classification heads that a checkpoint holds.
+
+    Args:
+        config: the model's configuration.
+        task: with dictionaries.
+        state: the checkpoint's tensors by name.
+    """
     model = build_model(config, task, True).eval()
+    register_heads(model, state)
     vars(model).pop("startup_lines", None)
     return model
 

@@ -58,7 +58,7 @@ def run(args) -> None:
         convert.check_same_function(subject.config, config, args.source)
         if hasattr(subject.config, "input_feat_per_channel"):
             config.input_feat_per_channel = subject.config.input_feat_per_channel
-        model = convert.build_real(config, filler_task(*subject.sizes))
+        model = convert.build_real(config, filler_task(*subject.sizes), state["model"])
         source = convert.expand(state["model"], subject.model)
         model.load_state_dict(convert.compose(source, subject.model, model, args.rule, args.source))
         losses = measure(args, state, subject, model)
@@ -105,7 +105,7 @@ def measure(args, state: dict, subject, model):
     if args.data is None:
         return None
     task = convert.setup_task_of(state, args.data)
-    trained = convert.build_real(subject.config, task)
+    trained = convert.build_real(subject.config, task, state["model"])
     trained.load_state_dict(state["model"])
     models = {args.source: trained, args.out: model}
     return convert.measure_validation_loss(models, task, state, args.valid_subset)

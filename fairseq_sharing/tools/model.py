@@ -3,7 +3,9 @@
 fairseq's own Transformers of the same four families can be had the same way, so that they can be compared.
 """
 
+import contextlib
 import copy
+import os
 import re
 import warnings
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from fairseq.models.roberta import RobertaModel
 from fairseq.models.speech_to_text import S2TTransformerModel
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..checkpoint import RECORD, decode_sharing
 from ..sharing import Sharing
@@ -62,6 +65,17 @@ def family_flags(arch: str | None) -> list[str] | None:
     return next((flags for family, flags in FAMILIES.items() if issubclass(model, family)), None)
 
 
+@contextlib.contextmanager
+def alone():
+    """Hide for a while that torchrun or a cluster has started several processes."""
+    processes = os.environ.pop("WORLD_SIZE", None)
+    try:
+        yield
+    finally:
+        if processes is not None:
+            os.environ["WORLD_SIZE"] = processes
+
+
 def parse_training(arch: str, flags: list[str], data: str | None = None):
     """Return the whole configuration that fairseq-train would train with.
 
@@ -94,8 +108,10 @@ def parse_training(arch: str, flags: list[str], data: str | None = None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # hydra's, about its own future
         parser = options.get_training_parser()
-        arguments = [data or "", *task, "--arch", arch, *flags]
-        args, unknown = options.parse_args_and_arch(parser, arguments, parse_known=True)
+        # Nothing trains here: how many processes would is not asked, unless the flags say it.
+        arguments = [data or "", *task, "--arch", arch, "--distributed-world-size", "1", *flags]
+        with alone():
+            args, unknown = options.parse_args_and_arch(parser, arguments, parse_known=True)
         if unknown:
             raise ValueError(f"--arch {arch} has no {unknown[0]} among fairseq-train's flags")
         if "speech_to_text" in task:
@@ -131,7 +147,6 @@ def build_fake(config, task):
     RoBERTa's initialisation copies every tensor to the CPU, which tensors on the meta device refuse.
     """
     from fairseq.models import build_model
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         model = build_model(config, task, True).eval()
@@ -216,17 +231,14 @@ def register_heads(model, state: dict) -> None:
     """Add the classification heads that a checkpoint holds: fairseq's tasks register them after building the model.
 
     Args:
-        model: built without memory.
+        model: without them.
         state: the checkpoint's tensors by name.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        for key, bias in state.items():
-            match = re.fullmatch(r"classification_heads\.([^.]+)\.out_proj\.bias", key)
-            if match:
-                width = len(state[f"classification_heads.{match[1]}.dense.bias"])
-                model.register_classification_head(match[1], num_classes=len(bias), inner_dim=width)
+    for key, bias in state.items():
+        match = re.fullmatch(r"classification_heads\.([^.]+)\.out_proj\.bias", key)
+        if match:
+            width = len(state[f"classification_heads.{match[1]}.dense.bias"])
+            model.register_classification_head(match[1], num_classes=len(bias), inner_dim=width)
 
 
 def inspect_checkpoint(path: str, state: dict, name: str | None = None) -> Subject:
@@ -241,7 +253,8 @@ def inspect_checkpoint(path: str, state: dict, name: str | None = None) -> Subje
     if family_flags(arch) is None or sizes is None:
         raise ValueError(f"{path} is of architecture {arch}: {CANNOT_SHOW}")
     model = build_without_memory(config, *sizes)
-    register_heads(model, state["model"])
+    with FakeTensorMode():
+        register_heads(model, state["model"])
     check_record(path, state, model)
     return Subject(name or f"{arch}, from {path}", model, config, sizes, path)
 

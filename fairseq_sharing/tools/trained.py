@@ -96,10 +96,10 @@ def load_trained(path: str) -> Trained:
     arch, sizes = architecture_of(subject.config), subject.sizes
     state = load_checkpoint(path)
     config = state["cfg"]["model"] if state.get("cfg") else state["args"]
-    if isinstance(config, dict):
-        config = OmegaConf.create({"model": config}).model
-    else:  # a classification head is part of what was trained
-        config = Namespace(**{**vars(config), "load_checkpoint_heads": True})
+    values = config if isinstance(config, dict) else vars(config)
+    if any(key.startswith("classification_heads.") for key in state["model"]):  # which is part of what was trained
+        values = {**values, "load_checkpoint_heads": True}
+    config = OmegaConf.create({"model": values}).model if isinstance(config, dict) else Namespace(**values)
     source = filler_dictionary(sizes[0])
     target = source if sizes[0] == sizes[1] else filler_dictionary(sizes[1])
     model = build_model(config, SimpleNamespace(source_dictionary=source, target_dictionary=target), True).eval()

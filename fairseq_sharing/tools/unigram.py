@@ -12,6 +12,7 @@ Example:
 import logging
 import os
 
+LINES = 10_000  # to be counted at once
 HELP = "print the unigram perplexity of binarised text, to set beside a language model's"
 
 
@@ -41,6 +42,8 @@ def count_tokens(data: str, subset: str, begin: bool = False):
     import torch
     from fairseq.data import Dictionary, data_utils
 
+    from .progress import progress
+
     dictionary, part = os.path.join(data, "dict.txt"), os.path.join(data, subset)
     if not os.path.isfile(dictionary):
         raise ValueError(f"{data} is no folder with binarised text: there is no {dictionary}")
@@ -51,8 +54,9 @@ def count_tokens(data: str, subset: str, begin: bool = False):
     dictionary = Dictionary.load(dictionary)
     dataset = data_utils.load_indexed_dataset(part, dictionary)
     counts = torch.zeros(len(dictionary), dtype=torch.long)
-    for line in range(len(dataset)):
-        counts += torch.bincount(dataset[line].long(), minlength=len(dictionary))
+    for first in progress(range(0, len(dataset), LINES), f"counting {subset}"):
+        lines = [dataset[line] for line in range(first, min(first + LINES, len(dataset)))]
+        counts += torch.bincount(torch.cat(lines).long(), minlength=len(dictionary))
     if begin:
         counts[dictionary.bos()] += len(dataset)
     return counts

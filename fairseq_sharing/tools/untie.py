@@ -94,7 +94,7 @@ def run(args) -> None:
             raise ValueError(f"{args.source} shares nothing: it can be used as it is")
         config = saved_config(state)
         config = unshared_config(config, stacks) if args.to == "own" else stock_config(config, args.source)
-        model = convert.build_real(config, filler_task(*subject.sizes))
+        model = convert.build_real(config, filler_task(*subject.sizes), state["model"])
         source = convert.expand(state["model"], subject.model)
         model.load_state_dict(convert.compose(source, subject.model, model, "first", args.source))
         losses = measure(args, state, subject, model)
