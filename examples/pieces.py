@@ -6,6 +6,7 @@ number of lines only by the index of what is written, 8 bytes each. Imported by 
 
 import contextlib
 import gzip
+import itertools
 import lzma
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def train_pieces(out: Path, files: list[Path], size: int, **settings) -> None:
 
     Args:
         out: folder that is there.
-        files: text, which is not compressed.
+        files: text, as `read_text` reads it.
         size: pieces, among them <unk>, <s> and </s>; fairseq adds <pad>, and <mask> for masked language models.
         settings: further ones of SentencePiece.
 
@@ -48,9 +49,12 @@ def train_pieces(out: Path, files: list[Path], size: int, **settings) -> None:
     """
     import sentencepiece
 
+    text = {"input": [str(path) for path in files]}
+    if any(path.suffix in OPENERS for path in files):
+        text = {"sentence_iterator": filter(None, map(clean, itertools.chain.from_iterable(map(read_text, files))))}
     try:
         sentencepiece.SentencePieceTrainer.train(
-            input=[str(path) for path in files],
+            **text,
             model_prefix=str(out / "spm"),
             vocab_size=size,
             shuffle_input_sentence=True,

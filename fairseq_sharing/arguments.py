@@ -32,6 +32,9 @@ def whole_configuration(cfg) -> DictConfig:
     for part in (cfg.common, cfg.distributed_training, cfg.optimization, cfg.model):
         whole.update(OmegaConf.to_container(part, resolve=True, enum_to_str=True))
     whole.pop("_name")  # by which architectures know a model that is rebuilt
+    whole.task = cfg.task._name
+    if "tokens_per_sample" not in whole:
+        whole.tokens_per_sample = getattr(cfg.task, "tokens_per_sample", None)
     return whole
 
 

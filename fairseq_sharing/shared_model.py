@@ -6,7 +6,7 @@ from typing import ClassVar
 from fairseq import utils
 from fairseq.logging import metrics
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from .arguments import as_namespace, get_sharing, whole_configuration
 from .attention import share_keys_and_values
@@ -26,9 +26,11 @@ class SharedLayers:
 
     Attributes:
         STACKS: for each stack, the name that its flags carry and where the model keeps its layers.
+        FROM_TASK: options whose defaults depend on the task's.
     """
 
     STACKS: ClassVar[dict[str, str]] = {"encoder": "encoder.layers", "decoder": "decoder.layers"}
+    FROM_TASK: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def add_args(cls, parser):
@@ -100,7 +102,8 @@ class SharedLayers:
 def check_training_run(cfg) -> None:
     """Refuse a training that cannot be right, seeing all of fairseq's configuration (see `hooks.TRAINING_CHECKS`).
 
-    fairseq-train shows all of it to the architecture while it parses; fairseq-hydra-train never does.
+    fairseq-train shows all of it to the architecture while it parses; fairseq-hydra-train never does, so that the model
+    gets here what depends on the task.
 
     Raises:
         ValueError: with the sentence that the command line would be answered with.
@@ -109,7 +112,10 @@ def check_training_run(cfg) -> None:
     name = getattr(cfg.model, "_name", None)
     model = ARCH_MODEL_REGISTRY.get(name, type)
     if issubclass(model, SharedLayers) and isinstance(cfg.model, DictConfig):
-        model.resolve_args(name, whole_configuration(cfg))
+        whole = whole_configuration(cfg)
+        model.resolve_args(name, whole)
+        with open_dict(cfg.model):
+            cfg.model.update({option: whole[option] for option in model.FROM_TASK})
 
 
 def log_gradient_norms(trainer, samples: list) -> None:

@@ -298,6 +298,17 @@ def test_a_way_to_train_that_cannot_be_right_is_refused(name, way, monkeypatch):
         assert part.format(f"{stack}: {FAMILIES[name].picture}") in str(caught.value)
 
 
+def test_a_masked_language_model_has_positions_for_its_blocks():
+    """As many as on the command line: blocks that do not fit would be skipped with a warning."""
+    longer = {"common.fp16": False, "task.tokens_per_sample": 1024}
+    for settings, positions in (({}, 512), (longer, 1024), ({**longer, "model.max_positions": 2048}, 2048)):
+        cfg = compose("masked_lm", **{"common.fp16": False, **settings})
+        initialize.add_defaults(cfg)
+        assert cfg.model.max_positions == positions
+    with pytest.raises(ValueError, match="--tokens-per-sample 1024 does not fit into --max-positions 512"):
+        initialize.add_defaults(compose("masked_lm", **longer, **{"model.max_positions": 512}))
+
+
 def test_what_is_allowed_on_a_gpu_or_without_sharing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     initialize.add_defaults(compose("translation", **{"common.fp16": True, "common.cpu": False}))

@@ -764,6 +764,12 @@ def test_albert_text_is_read_from_folders_and_held_out_in_blocks(tmp_path, capsy
     vocabulary = ["--vocabulary", str(tmp_path / "v")]
     assert albert.main(["vocabulary", *text, "--size", "300", "--out", str(tmp_path / "v")]) == 0
     assert "297 pieces, 301 symbols" in capsys.readouterr().out
+    (tmp_path / "d.xz").write_bytes(lzma.compress((tmp_path / "c").read_bytes()))  # read as what it holds
+    packed = ["--text", str(tmp_path / "books"), str(tmp_path / "d.xz")]
+    assert albert.main(["vocabulary", *packed, "--size", "300", "--out", str(tmp_path / "w")]) == 0
+    pieces = [{line.split()[0] for line in (tmp_path / each / "dict.txt").open()} for each in "vw"]
+    assert len(pieces[0] & pieces[1]) > 290
+    capsys.readouterr()
     assert albert.main(["text", *text, *vocabulary, "--held-out", "3", "--out", str(tmp_path / "out")]) == 0
     assert re.search(r"train: 250 lines, .*\nvalid: 200 lines", capsys.readouterr().out)
     dictionary = Dictionary.load(str(tmp_path / "out" / "dict.txt"))

@@ -110,6 +110,7 @@ class AlbertEncoderModel(SharedLayers, FactorizedRobertaModel):
     """An encoder for masked language modelling and classification with N layers from M parameter sets."""
 
     STACKS = {"encoder": "encoder.sentence_encoder.layers"}
+    FROM_TASK = ("max_positions",)  # at least --tokens-per-sample
 
 
 # Size -> (N, width H, FFN width, heads); E is 128 and M is 1 in all of them.
