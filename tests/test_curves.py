@@ -6,9 +6,10 @@ import pytest
 from conftest import FOUR_FROM_TWO, run, train_command
 from torch.utils.tensorboard import SummaryWriter
 
-from fairseq_sharing.tools.curves import name_runs, read_results
+from fairseq_sharing.tools.curves import Result, draw_results, name_runs, read_results
 from fairseq_sharing.tools.logs import read_validations
 from fairseq_sharing.tools.main import main
+from fairseq_sharing.tools.picture import drawing
 
 
 def write(path: Path, lines: list[str]) -> Path:
@@ -137,6 +138,16 @@ Vanilla,27.13,61M,1.00
 CYCLE,27.91,"60915712",0.63
 CYCLE,28.14,60_915_712,0.47
 """
+
+
+def test_costs_that_hardly_differ_look_so():
+    results = [Result("Vanilla", 16.8, 479_232, 9672), Result("CYCLE", 16.3, 480_192, 6394)]
+    with drawing() as pyplot:
+        _, axes = pyplot.subplots(1, 2)
+        draw_results(list(axes), ["parameters", "speed"], results, "BLEU", "tokens per second")
+        parameters, speed = (axis.get_xlim() for axis in axes)
+    assert parameters[0] == 0 < 0.48 < parameters[1] < 0.7  # millions
+    assert 5000 < speed[0] < 6394
 
 
 def test_scores_in_three_formats(tmp_path, capsys):

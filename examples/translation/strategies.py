@@ -8,6 +8,7 @@ Example:
 """
 
 import argparse
+import logging
 import statistics
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def bootstrap(baseline: list[str], other: list[str], reference: list[str]) -> fl
     from sacrebleu.metrics import BLEU
     from sacrebleu.significance import PairedTest
 
+    logging.getLogger("sacrebleu").setLevel(logging.WARNING)  # it tells each of its steps
     if baseline == other:
         return 1.0  # sacrebleu finds no sample that differs more than not at all, and gives its smallest value
     named = [("Baseline", baseline), ("other", other)]

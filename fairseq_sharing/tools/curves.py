@@ -221,6 +221,9 @@ def draw_results(axes, costs: list[str], results: list[Result], score: str, spee
             )
         axis.set_xlabel("unique parameters (millions)" if cost == "parameters" else speed)
         axis.margins(0.12)
+        low, high = axis.dataLim.intervalx
+        if high - low < 0.1 * high:  # what is nearly equal looks so
+            axis.set_xlim(0, 1.2 * high)
         axis.spines["right"].set_visible(False)
     axes[0].set_ylabel(score)
     axes[-1].legend(frameon=False, handlelength=3, loc="best")
