@@ -23,7 +23,7 @@ die() {
 stop() {
     local result=$? pid
     trap - EXIT
-    if [ -n "$child" ]; then kill -TERM "$child" 2>/dev/null || true; fi
+    if [ -n "$child" ]; then kill -TERM -- "-$child" 2>/dev/null || true; fi # with all that it has started
     for pid in $child $viewer; do wait "$pid" 2>/dev/null || true; done
     if [ "$result" -ge 128 ]; then printf '\n%s: stopped; the same command goes on from here\n' "$0" >&2; fi
     exit "$result"
@@ -36,8 +36,10 @@ trap 'exit 129' HUP
 # attend COMMAND...: wait for a command that may take long, such as for a lock; a signal is answered meanwhile.
 attend() {
     local failed=0
-    "$@" &
+    set -m # a process group of its own
+    "$@" </dev/null &
     child=$!
+    set +m
     wait "$child" || failed=1
     child=
     return "$failed"
@@ -72,8 +74,10 @@ begin() {
 
 # need_empty: refuse a folder RUN with anything but what a call leaves that was stopped at its very beginning.
 need_empty() {
-    [ ! -e "$RUN" ] || ! ls -A "$RUN" | grep -qvxE '\.lock|settings\.partial' ||
-        die "RUN=$RUN is a folder with other contents: choose another RUN"
+    local found=
+    # Not `grep -q`: it ends before `ls` where there is much, and with pipefail that looks like nothing.
+    if [ -e "$RUN" ]; then found=$(ls -A "$RUN" | grep -vxE '\.lock|settings\.partial') || true; fi
+    [ -z "$found" ] || die "RUN=$RUN is a folder with other contents: choose another RUN"
 }
 
 # need_space GIGABYTES FOLDER: refuse to begin where so much is neither free nor in FOLDER, which need not be there yet.
@@ -103,8 +107,10 @@ step() {
     # The log is written by the command itself, so that it is whole when the next step reads it.
     touch "$log"
     before=$(wc -l <"$log")
-    "$@" >>"$log" 2>&1 9>&- &
+    set -m # a process group of its own
+    "$@" </dev/null >>"$log" 2>&1 9>&- &
     child=$!
+    set +m
     tail -n "+$((before + 1))" -f --pid="$child" -s 0.1 "$log" 9>&- | grep --line-buffered -E "$SHOW" 9>&- &
     viewer=$!
     wait "$child" || failed=1

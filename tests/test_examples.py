@@ -57,11 +57,58 @@ def test_stop_resume_finish_and_repeat(example, tmp_path):
     repeated = call(script, values)
     steps = len(list(run.glob("*.done")))
     assert repeated.returncode == 0 and repeated.stdout.count("already done") == steps >= 5
+    if name == "language_modeling":
+        prompted = call(script, values, PROMPT="The whale")
+        assert prompted.stdout.count("already done") == steps - 1
+        assert "The whale" in prompted.stdout.replace("\u2581", " ").split("== sample")[1]
 
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     refused = call(script, values, RUN=str(tmp_path / "other"))
     assert refused.returncode == 2 and "is a folder with other contents" in refused.stderr
+
+
+# --- what the scripts have in common
+
+
+def write_script(folder: Path, body: str) -> Path:
+    """Write a script of steps, which writes to ``run``."""
+    path = folder / "script.sh"
+    path.write_text(
+        f"#!/usr/bin/env bash\nRUN={folder}/run NEEDS=sys\nsource {REPOSITORY}/examples/steps.sh\n{body}\n", "utf-8"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_a_folder_with_much_in_it_is_refused(tmp_path):
+    """Always: with a long list one in a few calls took it for empty, and then deleted `data` in it."""
+    run = tmp_path / "run"
+    (run / "data").mkdir(parents=True)
+    for number in range(2000):
+        (run / f"a thesis in many parts, part {number}.txt").touch()
+    script = write_script(tmp_path, "begin\necho accepted")
+    for _ in range(5):
+        done = call(script, environment())
+        assert done.returncode == 2 and "is a folder with other contents" in done.stderr and not done.stdout
+    assert len(list(run.iterdir())) == 2001
+
+
+def test_nothing_below_a_step_outlives_the_script(tmp_path):
+    """Not what a function has started either, whose subshell alone was told."""
+    script = write_script(tmp_path, "both() { sleep 98765; sleep 98765; }\nbegin\nstep both both")
+    with subprocess.Popen([script], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as stopped:
+        deadline = time.monotonic() + 60
+        while not any(b"98765" in line for line in command_lines()):
+            assert stopped.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        stopped.send_signal(signal.SIGTERM)
+        assert stopped.wait() == 143
+    deadline = time.monotonic() + 10
+    while any(b"sleep\x0098765" in line for line in command_lines()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not (tmp_path / "run" / "both.done").exists()
 
 
 # --- deep Post-LN with and without Admin

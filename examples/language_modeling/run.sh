@@ -41,9 +41,12 @@ train train "$RUN/checkpoints" --arch "$ARCH" --decoder-layers "$LAYERS" ${shari
     --log-format simple --log-interval "$((UPDATES > 60 ? UPDATES / 60 : 1))"
 evaluate evaluate "$best"
 evaluate evaluate-window "$best" --context-window "$WINDOW"
-echo "$PROMPT" >"$RUN/prompt.txt"
+if [ "$(cat "$RUN/prompt.txt" 2>/dev/null)" != "$PROMPT" ]; then
+    rm -f "$RUN/sample.done" "$RUN/sample.log" # of another prompt
+    printf '%s\n' "$PROMPT" >"$RUN/prompt.txt"
+fi
 SHOW='^[SD]-' step sample python -m fairseq_cli.interactive "$bin" --input "$RUN/prompt.txt" \
     --user-dir "$plugin" --cpu \
     --task language_modeling --path "$best" --bpe sentencepiece --sentencepiece-model "$RUN/data/spm.model" \
     --sampling --sampling-topp 0.8 --beam 3 --nbest 3 --max-len-b 60 --seed "$SEED"
-SHOW='\.png' step curve python -m fairseq_sharing.tools.main curves "$RUN/train.log" --out "$RUN/curve.png"
+SHOW='\.png' step curve python -m fairseq_sharing.tools.main curves "$RUN/train.log" --out "$RUN/curve.png" --force

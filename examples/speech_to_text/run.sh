@@ -62,4 +62,4 @@ SHOW='WER|^D-[0-7]	' step generate python -m fairseq_cli.generate "$RUN/data" --
     --task speech_to_text --gen-subset test --path "$RUN/checkpoints/checkpoint_best.pt" --beam "$BEAM" --scoring wer \
     --max-tokens 20000 --cpu --num-workers 0
 SHOW='words' step word-error-rates python "$here/word_error_rates.py" "$RUN/generate.log" "$RUN/data/test.tsv"
-SHOW='\.png' step curve python -m fairseq_sharing.tools.main curves "$RUN/train.log" --out "$RUN/curve.png"
+SHOW='\.png' step curve python -m fairseq_sharing.tools.main curves "$RUN/train.log" --out "$RUN/curve.png" --force
