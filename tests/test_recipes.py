@@ -9,6 +9,7 @@ import lzma
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -735,6 +736,32 @@ GLUE = {
         [*"12345678", "a", "b", *["entailment"] * 5, "neutral"],
     ),
 }
+
+
+def test_albert_knows_when_its_data_are_others(tmp_path):
+    """With a Python that does nothing: another GLUE_DIR is read anew; no model goes on with other pieces."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\ncase $* in *FusedLAMB*) exit 1 ;; esac\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    for name in ("a.txt", "b.txt", "one", "two"):
+        (tmp_path / name).touch()
+    path = f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"
+
+    def start(**changes: str) -> subprocess.CompletedProcess:
+        values = {"TEXT": "a.txt", "GLUE_DIR": "one", "TASK": "mrpc", "GPUS": "0", "DISK": "0", **changes}
+        env = {**os.environ, **values, "PATH": path}
+        return subprocess.run([ALBERT], env=env, capture_output=True, text=True, cwd=tmp_path)
+
+    def again(done: subprocess.CompletedProcess) -> bool:
+        return "already done" in done.stdout.split("== mrpc\n")[1].split("\n==")[0]
+
+    first = start()
+    assert first.returncode == 0, first.stderr
+    assert not again(first) and again(start(SHARED="attention"))
+    assert not again(start(SHARED="ffn", GLUE_DIR="two")) and again(start(SHARED="none", GLUE_DIR="two"))
+    shutil.rmtree(tmp_path / "albert" / "data")
+    refused = start(TEXT="b.txt")
+    assert refused.returncode == 2 and "was made with TEXT=a.txt, and now TEXT=b.txt is asked for" in refused.stderr
 
 
 @pytest.mark.parametrize("task", GLUE)

@@ -111,6 +111,6 @@ if [ -z "$dry_run" ]; then
     if [ -n "$smoke" ]; then echo "a smoke test of the steps, on other text: the perplexities say nothing"; fi
     printf '%-10s  %s\n' parameters "$(parameters_of "$RUN/train.log")"
     for part in valid test; do
-        printf '%-10s  perplexity %s\n' "$part" "$(sed -n 's/.*Perplexity: //p' "$RUN/evaluate-$part.log")"
+        printf '%-10s  perplexity %s\n' "$part" "$(sed -n 's/.*Perplexity: //p' "$RUN/evaluate-$part.log" | tail -n 1)"
     done
 fi

@@ -131,6 +131,10 @@ clear_unless_done text "$data/text"
 SHOW='lines|rror:' step text "${albert[@]}" text --text "${texts[@]}" --vocabulary "$data/vocabulary" \
     --held-out "$HELD_OUT" --workers "$WORKERS" --out "$data/text"
 if [ -n "$TASK" ]; then # before anything is trained, so that files with other columns are refused now
+    if [ -z "$dry_run" ] && [ "$(cat "$data/$TASK.from" 2>/dev/null)" != "$GLUE_DIR" ]; then
+        rm -f "$data/$TASK.done" # it was made from another folder
+        printf '%s\n' "$GLUE_DIR" >"$data/$TASK.from"
+    fi
     clear_unless_done "$TASK" "$data/$TASK"
     SHOW='lines|rror:' step "$TASK" "${albert[@]}" task --task "$TASK" --glue "$GLUE_DIR" \
         --vocabulary "$data/vocabulary" --workers "$WORKERS" --out "$data/$TASK"
@@ -139,7 +143,8 @@ fi
 # --- one model
 RUN=$WORK/$SIZE-$SHARED-E$E-seed$SEED
 pretrained=$RUN/checkpoints/checkpoint_last.pt log=$RUN/train.log
-begin SIZE SHARED E MODEL_ARGS SEED OPTIMIZER LR WARMUP UPDATES CONTEXT SENTENCES BATCHES MASKED DROPOUT TRAIN_ARGS
+begin SIZE SHARED E MODEL_ARGS SEED OPTIMIZER LR WARMUP UPDATES CONTEXT SENTENCES BATCHES MASKED DROPOUT TRAIN_ARGS \
+    TEXT VOCAB HELD_OUT
 common=(--user-dir "$repo/fairseq_sharing" "${model[@]}" --lr-scheduler polynomial_decay --weight-decay 0.01
     --no-epoch-checkpoints --log-format simple --log-interval 100)
 # shellcheck disable=SC2086  # TRAIN_ARGS is split on purpose

@@ -118,7 +118,7 @@ SHOW='clips|rror:' step prepare python "$repo/scripts/prepare_speech.py" --audio
 RUN=$WORK/$SYSTEM-$ENCODER_LAYERS-$DECODER_LAYERS-seed$SEED
 checkpoints=$RUN/checkpoints
 begin SYSTEM ENCODER_LAYERS DECODER_LAYERS ENCODER_UNIQUE DECODER_UNIQUE WIDTH HEADS SEED LR WARMUP UPDATES MAX_TOKENS \
-    BATCHES DROPOUT CLIP SMOOTHING AVERAGE BEAM TRAIN_ARGS DECODE_ARGS
+    BATCHES DROPOUT CLIP SMOOTHING AVERAGE BEAM TRAIN_ARGS DECODE_ARGS TRAIN VALID VOCAB SPECAUGMENT
 # shellcheck disable=SC2086  # TRAIN_ARGS is split on purpose
 step train python -m fairseq_cli.train "$data/features" --user-dir "$repo/fairseq_sharing" --task speech_to_text \
     --config-yaml config.yaml --train-subset train --valid-subset "$(IFS=, && echo "${valid_sets[*]}")" "${model[@]}" \
@@ -127,7 +127,7 @@ step train python -m fairseq_cli.train "$data/features" --user-dir "$repo/fairse
     --max-tokens "$MAX_TOKENS" --max-update "$UPDATES" "${training[@]}" --seed "$SEED" \
     --save-dir "$checkpoints" --keep-last-epochs "$AVERAGE" --log-format simple --log-interval 100 $TRAIN_ARGS
 SHOW='averaged|rror:' step average python -m fairseq_sharing.tools.main average --inputs "$checkpoints" \
-    --num-epoch-checkpoints "$AVERAGE" --output "$checkpoints/averaged.pt"
+    --num-epoch-checkpoints "$AVERAGE" --output "$checkpoints/averaged.pt" --force
 for name in "${test_sets[@]}"; do
     clear_unless_done "decode-$name" "$RUN/decode-$name.log"
     # shellcheck disable=SC2086  # DECODE_ARGS too
@@ -141,6 +141,6 @@ if [ -z "$dry_run" ]; then
     if [ -n "$smoke" ]; then echo "a smoke test of the steps, on other clips: the rates say nothing"; fi
     printf '%-10s  %s\n' parameters "$(parameters_of "$RUN/train.log")"
     for name in "${test_sets[@]}"; do
-        printf '%-10s  WER %s\n' "$name" "$(sed -n 's/.*: WER: //p' "$RUN/decode-$name.log")"
+        printf '%-10s  WER %s\n' "$name" "$(sed -n 's/.*: WER: //p' "$RUN/decode-$name.log" | tail -n 1)"
     done
 fi

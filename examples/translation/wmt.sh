@@ -148,7 +148,7 @@ SHOW='pairs|rror:' step binarise "${wmt[@]}" binarise --pair "$PAIR" --valid "$V
 RUN=$WORK/$setting-$SYSTEM-$N-seed$SEED
 checkpoints=$RUN/checkpoints
 begin SYSTEM PAIR N M RESIDUAL SEED LR WARMUP UPDATES MAX_TOKENS BATCHES DROPOUT CLIP AVERAGE BEAM UPSAMPLE TRAIN_ARGS \
-    DECODE_ARGS
+    DECODE_ARGS VOCAB MAX_PIECES MAX_RATIO VALID GENUINE SYNTHETIC SHARDS
 shards=$data/bin/0 # joined by colons: epoch by epoch fairseq takes the next one, and the first one after the last one
 for ((shard = 1; shard < SHARDS; shard++)); do shards+=:$data/bin/$shard; done
 # shellcheck disable=SC2086  # TRAIN_ARGS is split on purpose
@@ -160,7 +160,7 @@ step train python -m fairseq_cli.train "$shards" --user-dir "$repo/fairseq_shari
     --max-tokens "$MAX_TOKENS" --max-update "$UPDATES" "${training[@]}" --seed "$SEED" \
     --save-dir "$checkpoints" --keep-last-epochs "$AVERAGE" --log-format simple --log-interval 100 $TRAIN_ARGS
 SHOW='averaged|rror:' step average python -m fairseq_sharing.tools.main average --inputs "$checkpoints" \
-    --num-epoch-checkpoints "$AVERAGE" --output "$checkpoints/averaged.pt"
+    --num-epoch-checkpoints "$AVERAGE" --output "$checkpoints/averaged.pt" --force
 for number in "${!tests[@]}"; do
     name=${texts[number]} subset=test${number/#0/}
     lenpen=1.0
@@ -180,7 +180,7 @@ done
 if [ -z "$dry_run" ]; then
     printf '\n== %s, %s layers, %s\n' "$SYSTEM" "$N" "$setting"
     if [ -n "$smoke" ]; then echo "a smoke test of the steps, on other text: the scores say nothing"; fi
-    for name in "${texts[@]}"; do printf '%s  %s\n' "$name" "$(grep BLEU "$RUN/score-$name.log")"; done |
+    for name in "${texts[@]}"; do printf '%s  %s\n' "$name" "$(grep BLEU "$RUN/score-$name.log" | tail -n 1)"; done |
         awk '{ print; for (i = 1; i < NF; i++) if ($i == "=") { sum += $(i + 1); break } }
             END { if (NR > 1) printf "average of %d  %.2f\n", NR, sum / NR }'
 fi
