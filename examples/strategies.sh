@@ -59,21 +59,32 @@ try_twice() {
         fi
         last=$(results --when-vanilla-ended "$name" --every "$VALIDATE")
         if [ -n "$last" ]; then "$try" "$name" same-time "$last"; fi
+        if ! has_vanilla "$norm"; then # a later call may train it: until then nothing is deleted
+            touch "$RUN/$name.untimed" "$RUN/$name.finished"
+            return
+        fi
     fi
     find "$RUN/$name" -name 'checkpoint_*_*.pt' -delete
+    rm -f "$RUN/$name.untimed"
     touch "$RUN/$name.finished"
 }
+
+# has_vanilla NORM: whether it was trained.
+has_vanilla() { compgen -G "$RUN/$1-vanilla-lr*-seed*.finished" >/dev/null; }
+
+# finished NAME NORM: whether there is nothing left to do for a training.
+finished() { [ -e "$RUN/$1.finished" ] && { [ ! -e "$RUN/$1.untimed" ] || ! has_vanilla "$2"; }; }
 
 # once NAME SYSTEM NORM LR SEED: `compare`, unless it is finished or another call is at it; in the second round, wait for that
 # call, and do what it has left.
 once() {
-    if [ -z "$dry_run" ] && [ -e "$RUN/$1.finished" ]; then return; fi
+    if [ -z "$dry_run" ] && finished "$1" "$3"; then return; fi
     if [ -z "$locks" ]; then
         compare "$@"
         return
     fi
     exec 8>>"$RUN/$1.lock" # open in the training too: it may outlive this script
-    if attend flock "$patience" 8 && [ ! -e "$RUN/$1.finished" ]; then compare "$@"; fi
+    if attend flock "$patience" 8 && ! finished "$1" "$3"; then compare "$@"; fi
     exec 8>&-
 }
 

@@ -165,6 +165,46 @@ def is_waiting(pid: int) -> bool:
         return False
 
 
+def test_a_system_is_timed_when_vanilla_comes_later(tmp_path):
+    """Its models are kept until then."""
+    examples, run = REPOSITORY / "examples", tmp_path / "run"
+    script = tmp_path / "script.sh"
+    script.write_text(
+        f"""#!/usr/bin/env bash
+RUN={run} NEEDS=sys NORMS=pre-ln LRS=0.004 SEEDS="1 2" UPDATES=10 VALIDATE=5
+source {examples}/steps.sh
+source {examples}/strategies.sh
+results() {{
+    case $1 in
+        --best-rate) echo 0.004 ;;
+        *) if [ -e $RUN/pre-ln-vanilla-lr0.004-seed1.finished ]; then echo 5; fi ;;
+    esac
+}}
+try() {{ echo "$*" >>$RUN/tried; }}
+compare() {{ mkdir -p "$RUN/$1" && touch "$RUN/$1/checkpoint_1_5.pt" && try_twice "$1" "$2" "$3" try; }}
+begin
+each_training
+""",
+        "utf-8",
+    )
+    script.chmod(0o755)
+
+    def tried(systems: str) -> list[str]:
+        (run / "tried").unlink(missing_ok=True)
+        done = call(script, environment(SYSTEMS=systems))
+        assert done.returncode == 0, done.stderr
+        return (run / "tried").read_text().splitlines() if (run / "tried").exists() else []
+
+    cycle, vanilla = ([f"pre-ln-{system}-lr0.004-seed{seed}" for seed in (1, 2)] for system in ("cycle", "vanilla"))
+    assert tried("cycle") == [f"{name} end 10" for name in cycle]
+    assert len(list(run.glob("*/checkpoint_1_5.pt"))) == 2
+    assert tried("cycle") == []
+    assert sorted(tried("cycle vanilla")) == sorted(
+        [f"{name} end 10" for name in (*cycle, *vanilla)] + [f"{name} same-time 5" for name in cycle]
+    )
+    assert not list(run.glob("*/checkpoint_1_5.pt")) and tried("vanilla cycle") == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_systems_from_text_to_table(family, tmp_path):

@@ -37,7 +37,8 @@ results() { python "$here/strategies.py" "$RUN" "$@"; }
 perplexity() {
     local name=$1 when=$2 last=$3
     SHOW='averaged|rror:' step "$name-average-$when" python -m fairseq_sharing.tools.main average --inputs "$RUN/$name" \
-        --num-update-checkpoints "$AVERAGE" --checkpoint-upper-bound "$last" --output "$RUN/$name/averaged-$when.pt"
+        --num-update-checkpoints "$AVERAGE" --checkpoint-upper-bound "$last" \
+        --output "$RUN/$name/averaged-$when.pt" --force
     evaluate "$name-evaluate-$when" "$RUN/$name/averaged-$when.pt"
     grep -o 'Loss (base 2): .*' "$RUN/$name-evaluate-$when.log" | tail -n 1 >"$RUN/$name.$when.txt"
 }

@@ -40,7 +40,8 @@ results() { python "$here/strategies.py" "$RUN" "$@"; }
 decode() {
     local name=$1 when=$2 last=$3
     SHOW='averaged|rror:' step "$name-average-$when" python -m fairseq_sharing.tools.main average --inputs "$RUN/$name" \
-        --num-update-checkpoints "$AVERAGE" --checkpoint-upper-bound "$last" --output "$RUN/$name/averaged-$when.pt"
+        --num-update-checkpoints "$AVERAGE" --checkpoint-upper-bound "$last" \
+        --output "$RUN/$name/averaged-$when.pt" --force
     clear_unless_done "$name-decode-$when" "$RUN/$name-decode-$when.log"
     SHOW='Translated|rror:' step "$name-decode-$when" python -m fairseq_cli.generate "$RUN/data/bin" \
         --user-dir "$repo/fairseq_sharing" --task translation -s en -t de --path "$RUN/$name/averaged-$when.pt" \
