@@ -1,5 +1,6 @@
 """The quick start, and its data preparation, on real sentence pairs cut from the example's data."""
 
+import fcntl
 import json
 import lzma
 import os
@@ -337,6 +338,17 @@ def test_quickstart_refuses_bad_data_and_leaves_nothing(corpus, tmp_path):
     status, output = call_quickstart(tmp_path / "run", corpus, LAYERS="six")
     assert status == 2
     assert "LAYERS=six" in output
+
+
+def test_quickstart_beside_another_changes_nothing(corpus, tmp_path):
+    """Not the settings of the one that is at work, which it would then be shown with."""
+    run = tmp_path / "run"
+    run.mkdir()
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        status, output = call_quickstart(run, corpus, LAYERS=2)
+        assert status == 2 and "another quickstart is at work" in output
+        assert not (run / "settings.txt").exists()
 
 
 @pytest.mark.slow

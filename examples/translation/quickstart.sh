@@ -253,6 +253,10 @@ wait $! || {
     exit "$status"
 }
 children=()
+if command -v flock >/dev/null; then
+    exec 9>>"$RUN/.lock"
+    flock -n 9 || die "another quickstart is at work in RUN=$RUN"
+fi
 if [ ! -e "$checkpoints/checkpoint_last.pt" ]; then
     settings >"$RUN/settings.partial"
     mv "$RUN/settings.partial" "$RUN/settings.txt"
@@ -260,10 +264,6 @@ if [ ! -e "$checkpoints/checkpoint_last.pt" ]; then
 fi
 step=
 bin=$RUN/data/bin
-if command -v flock >/dev/null; then
-    exec 9>>"$RUN/.lock"
-    flock -n 9 || die "another quickstart is at work in RUN=$RUN"
-fi
 
 # --- 2. training
 at_least_1() { echo $(($1 > 1 ? $1 : 1)); }
