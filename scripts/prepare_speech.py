@@ -253,11 +253,20 @@ def write_features(folder: Path, clips: dict[str, Path], kind: str, rate: tuple[
     for number, first in enumerate(range(0, len(names), CLIPS_IN_ZIP)):
         archive = folder / f"fbank80-{number:03d}.zip"
         own = {audio: clips[audio] for audio in names[first : first + CLIPS_IN_ZIP]}
-        contents = hashlib.sha256("\n".join((str(rate[0]), *own)).encode()).hexdigest().encode()
+        contents = fingerprint(rate[0], own)
         if not is_zip_of(archive, contents):
             write_zip(archive, compute_all(own, *rate), contents)
         written |= dict(zip(own, read_zip(archive), strict=True))
     return written
+
+
+def fingerprint(sample_rate: int, clips: dict[str, Path]) -> bytes:
+    """Return what a zip of these clips is known by: the rate, and name, place, size and time of each file."""
+    lines = [str(sample_rate)]
+    for audio, path in clips.items():
+        state = path.stat()
+        lines.append(f"{audio}\t{path.resolve()}\t{state.st_size}\t{state.st_mtime_ns}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest().encode()
 
 
 def is_zip_of(archive: Path, contents: bytes) -> bool:

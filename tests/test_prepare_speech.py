@@ -281,6 +281,21 @@ def test_further_parts_have_their_own_names(tmp_path, capsys):
         assert sentence in fails(capsys, tmp_path / "no", *command(tmp_path / "no"), "--part", name, CLIPS / "test.tsv")
 
 
+def test_resume_knows_other_audio_of_the_same_name(tmp_path):
+    for folder, content in (("a", b"one"), ("b", b"one"), ("c", b"longer")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.wav").write_bytes(content)
+        os.utime(tmp_path / folder / "x.wav", ns=(1, 1))
+
+    def known_by(folder: str, rate: int = 16_000) -> bytes:
+        return prepare_speech.fingerprint(rate, {"x.wav": tmp_path / folder / "x.wav"})
+
+    first = known_by("a")
+    assert first == known_by("a") and len({first, known_by("b"), known_by("c"), known_by("a", 8000)}) == 4
+    (tmp_path / "a" / "x.wav").write_bytes(b"two")
+    assert known_by("a") != first
+
+
 def test_a_stopped_preparation_goes_on_with_resume(tmp_path, capsys, monkeypatch):
     """28 clips in zips of 6: stopped in the fourth, the next call computes what is not in the first three."""
     monkeypatch.setattr(prepare_speech, "CLIPS_IN_ZIP", 6)
