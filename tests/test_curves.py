@@ -90,6 +90,23 @@ def test_a_log_without_time_stamps_is_added_up(tmp_path):
     assert [(each.updates, each.minutes) for each in read] == [(10, 1.0), (20, pytest.approx(110 / 60))]
 
 
+@pytest.mark.parametrize("style", ["json", "simple"])
+def test_a_million_updates_and_seconds(style, tmp_path):
+    """Which fairseq writes as 1e+06, and larger numbers with six digits."""
+    lines = []
+    for updates, wall, loss in ((999_000, "999000", 4.5), (1_000_000, "1e+06", 4.4), (1_500_000, "1.5e+06", 4.25)):
+        count = f"{updates:g}"
+        if style == "json":
+            lines.append(f'{{"epoch": 1, "num_updates": "{count}", "wall": "{wall}"}}')
+            lines.append(f'{{"epoch": 1, "valid_loss": "{loss}", "valid_ppl": "9", "valid_num_updates": "{count}"}}')
+        else:
+            lines.append(f"epoch 001: 9 / 9 loss=4, num_updates={count}, lr=0.1, wall={wall}")
+            lines.append(f"valid | epoch 001 | valid on 'valid' subset | loss {loss} | ppl 9 | num_updates {count}")
+    read = read_validations(write(tmp_path / "train.log", lines))
+    assert [(each.updates, each.loss) for each in read] == [(999_000, 4.5), (1_000_000, 4.4), (1_500_000, 4.25)]
+    assert [each.minutes * 60 for each in read] == pytest.approx([999_000, 1_000_000, 1_500_000])
+
+
 def test_tensorboard_tells_what_the_log_tells(data, tmp_path):
     """A real run; that a resumed one is one run is tested below, with times that are known."""
     command = [

@@ -80,11 +80,11 @@ def read_run(path: Path) -> Run:
         record = RECORD.search(line)
         values = json.loads(record[0]) if record else {}
         if "gnorm" in values:
-            updates = int(values["num_updates"])
+            updates = int(float(values["num_updates"]))
             training[updates] = float(values["nll_loss"]), float(values["gnorm"])
             ends[updates] = tuple(float(values[f"gnorm_decoder_{layer}"]) for layer in (0, run.layers - 1))
         elif "valid_nll_loss" in values:
-            valid[int(values["valid_num_updates"])] = float(values["valid_nll_loss"])
+            valid[int(float(values["valid_num_updates"]))] = float(values["valid_nll_loss"])
     if max(valid, default=0) != run.length:
         raise ValueError(f"{path} does not reach the end of its training, {run.length} updates")
     run.training = [(updates, *values) for updates, values in sorted(training.items())]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ")
 SIMPLE_VALID = re.compile(r"epoch \d+ \| valid on '([^']+)' subset \| (.*)")
-SIMPLE_WALL = re.compile(r"num_updates=(\d+).*\bwall=(\d+)")
+SIMPLE_WALL = re.compile(r"num_updates=([\d.e+]+).*\bwall=([\d.e+]+)")  # from a million on fairseq writes 1e+06
 JSON_LINE = re.compile(r'\{"epoch": .*\}\s*$')
 RESUMED = re.compile(r"Loaded checkpoint .* @ (\d+) updates")
 
@@ -107,10 +107,10 @@ def read_validations(path: Path) -> list[Validation]:
         record = JSON_LINE.search(line)
         record = parse_json(record[0]) if record else None
         if simple := SIMPLE_WALL.search(line):
-            clock.tick(int(simple[1]), float(simple[2]))
+            clock.tick(int(float(simple[1])), float(simple[2]))
             continue
         if record and {"wall", "num_updates"} <= record.keys():
-            clock.tick(int(record["num_updates"]), float(record["wall"]))
+            clock.tick(int(float(record["num_updates"])), float(record["wall"]))
             continue
         name, values = parse_json_validation(record) if record else parse_simple_validation(line)
         if values is None or name != (subset or name):
