@@ -50,7 +50,7 @@ setup(
         "numpy>=1.26",
         "sacrebleu>=2.4",
         "sentencepiece>=0.2.0",
-        "tabulate>=0.8.9",
+        "tabulate>=0.9",
         "tensorboard>=2.15",
         "torch>=2.6",
         "tqdm>=4.60",

@@ -868,7 +868,11 @@ def test_safetensors_there_and_back(kind, request, tmp_path):
         sharing = json.loads(file.metadata()["sharing"])
     assert all(record["parts"] == ["attention", "ffn", "norm"] for record in sharing.values())
     assert [0, 0, 1, 1] in [record["assignment"] for record in sharing.values()] or kind != "masked"
+    for name in (".cache/huggingface/download/x.metadata", "more/notes/notes.txt", "model.pt"):  # as on the hub
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("theirs")
     assert main(["import", str(folder), "--from", "safetensors", "--out", str(tmp_path / "back")]) == 0
+    assert (tmp_path / "back/more/notes/notes.txt").is_file() and not (tmp_path / "back/.cache").exists()
     after = torch.load(tmp_path / "back" / "model.pt", weights_only=True)
     assert before["model"].keys() == after["model"].keys()
     for name, tensor in before["model"].items():
@@ -881,6 +885,26 @@ def test_safetensors_there_and_back(kind, request, tmp_path):
     dictionary = "dict.en.txt" if kind == "translation" else "dict.txt"
     assert (tmp_path / "back" / dictionary).read_bytes() == (trained.data / dictionary).read_bytes()
     assert main(["show", "--path", str(tmp_path / "back" / "model.pt")]) == 0
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_dictionaries_are_looked_for_beside_what_was_imported(beside, tmp_path, monkeypatch):
+    """Its data folder is recorded as `.`, which is not the one that a command is called in."""
+    trained = save(tmp_path / "a.pt", "transformer_shared_cycle", *TINY, *FOUR_FROM_TWO)
+    state = torch.load(trained.path, weights_only=True)
+    state["cfg"]["task"]["data"] = "."
+    (tmp_path / "model").mkdir()
+    torch.save(state, tmp_path / "model" / "model.pt")
+    for language in ("en", "de"):
+        text = (trained.data / f"dict.{language}.txt").read_text()
+        if beside:
+            (tmp_path / "model" / f"dict.{language}.txt").write_text(text)
+        (trained.data / f"dict.{language}.txt").write_text(text.replace("symbol", "other"))
+    monkeypatch.chdir(trained.data)
+    command = ["export", str(tmp_path / "model" / "model.pt"), "--to", "safetensors", "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    found = tmp_path / "out" / "dict.en.txt"
+    assert "symbol" in found.read_text() if beside else not found.exists()
 
 
 # --- mistakes ---

@@ -42,7 +42,7 @@ def run(args) -> None:
     def write(folder: Path) -> None:
         torch.save(checkpoint, folder / "model.pt")
         for name, content in beside.items():
-            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, Path):
                 shutil.copyfile(content, folder / name)
             else:

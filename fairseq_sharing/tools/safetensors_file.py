@@ -11,6 +11,7 @@ The metadata are texts, as the format wants them:
 """
 
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -131,5 +132,8 @@ def read(folder: Path, args):
         model[f"{stack}.{RECORD}"] = encode_sharing(sharing)
     cfg, arguments = restore_types(told["cfg"]), restore_types(told["args"])
     checkpoint = as_checkpoint(cfg, model, told["optimizer_history"], arguments)
-    beside = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file() and path != file}
+    beside = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    # Not what git or a download of the hub has put there, nor what would take the place of the checkpoint.
+    beside = {name: path for name, path in beside.items() if not re.search(r"(^|/)\.", name)}
+    beside = {name: path for name, path in beside.items() if name not in (FILE, "model.pt")}
     return checkpoint, beside, [] if SENTENCEPIECE in beside else ["no SentencePiece model beside it"]

@@ -157,6 +157,9 @@ def find_data(trained: Trained, given: str | None) -> Path | None:
             raise ValueError(f"--data {given}: there is no such folder")
         return Path(given)
     recorded = trained.task.get("data")
+    if recorded == ".":  # of `import` and `export`, which put the dictionaries beside the model if they have them
+        folder = Path(trained.path).parent
+        return folder if any(folder.glob("dict*.txt")) or (folder / "input0" / "dict.txt").is_file() else None
     folder = Path(str(recorded).split(":")[0]) if recorded else None
     return folder if folder and folder.is_dir() else None
 
