@@ -3,22 +3,26 @@
 import argparse
 import os
 import pickle
+import subprocess
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, build, build_dictionary
+from conftest import REPOSITORY, TINY, build, build_dictionary
 from fairseq import checkpoint_utils, search, tasks, utils
-from fairseq.data import Dictionary, ListDataset, MaskTokensDataset, data_utils
+from fairseq.data import Dictionary, FairseqDataset, ListDataset, MaskTokensDataset, data_utils
 from fairseq.data.audio.data_cfg import S2TDataConfig
 from fairseq.data.audio.speech_to_text_dataset import SpeechToTextDatasetCreator
 from fairseq.file_io import PathManager
 from fairseq.models.transformer import TransformerModel
+from fairseq.tasks import FairseqTask
 from families import FAMILIES, configure, make_data
 
 from fairseq_sharing import upstream
-from fairseq_sharing.upstream import checkpoint_files, hooks
+from fairseq_sharing.upstream import checkpoint_files, hooks, moving_average
 
 
 def test_checkpoints_load_with_weights_only(tmp_path):
@@ -62,6 +66,20 @@ def test_move_to_cpu_keeps_aliases_apart_from_equals():
     moved = utils.move_to_cpu({"a": one, "b": one, "c": equal, "d": [view], "n": 3, "empty": torch.empty(0)})
     assert moved["a"] is moved["b"] and moved["a"] is not moved["c"]
     assert moved["a"].dtype == torch.float32 and moved["d"][0].shape == (2,) and moved["n"] == 3
+
+
+class WithoutAddress(torch.Tensor):
+    """As on a TPU, whose tensors all say that they are at 0."""
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def test_tensors_without_address_are_not_taken_for_one():
+    one, two = (torch.full((3,), float(number)).as_subclass(WithoutAddress) for number in (1, 2))
+    moved = utils.move_to_cpu({"one": one, "two": two, "again": one})
+    assert moved["two"].tolist() == [2, 2, 2] and moved["again"] is moved["one"]
+    assert moving_average.first_name_of({"one": one, "two": two}) == {"one": "one", "two": "two"}
 
 
 def test_a_failed_copy_leaves_the_old_checkpoint(tmp_path, monkeypatch, caplog):
@@ -116,7 +134,7 @@ def test_an_average_in_the_models_place_keeps_aliases(tmp_path):
     assert all(torch.equal(model[key], value.float()) for key, value in average.items())
 
 
-def test_speech_is_augmented_by_seed_epoch_and_clip(tmp_path):
+def test_speech_is_augmented_by_seed_epoch_and_clip(tmp_path, monkeypatch):
     """Not by what numpy's random numbers were used for before: a resumed run must see the same masks."""
     folder = str(make_data(tmp_path, sentences=8)["speech"])
     config, dictionary = S2TDataConfig(Path(folder, "config.yaml")), Dictionary.load(f"{folder}/dict.txt")
@@ -138,6 +156,9 @@ def test_speech_is_augmented_by_seed_epoch_and_clip(tmp_path):
     masked = [clip(index, epoch=1).numpy() != np.load(f"{folder}/clip-train{index}.npy") for index in range(6)]
     assert len({each[:12].tobytes() for each in masked}) > 2  # of the twelve frames that every clip has
     assert torch.equal(clip(0, epoch=1, part="valid"), clip(0, epoch=2, part="valid"))
+    # It would take numpy's state from a thread that loads what is for training.
+    monkeypatch.setattr(data_utils, "numpy_seed", None)
+    clip(0, epoch=1, part="valid")
 
 
 def test_each_epoch_has_masks_of_its_own():
@@ -217,6 +238,64 @@ def test_no_sentence_is_dropped_from_the_last_batch(sentences, max_tokens):
     assert np.concatenate(batches).tolist() == list(range(sentences))
     assert all(len(batch) * 10 <= max_tokens for batch in batches)
     assert all(len(batch) % 8 == 0 or len(batch) < 8 for batch in batches[:-1])
+
+
+def test_batches_may_be_asked_for_without_names():
+    """As some tasks do that call upstream's function from their own."""
+
+    class Sentences(FairseqDataset):
+        def __getitem__(self, index):
+            return torch.arange(4, 36)
+
+        def __len__(self):
+            return 6
+
+        def num_tokens(self, index):
+            return 32
+
+        def num_tokens_vec(self, indices):
+            return np.full(len(indices), 32)
+
+        def size(self, index):
+            return 32
+
+    dataset = Sentences()
+    names = {"max_sentences": 2, "seed": 3, "epoch": 2}
+    in_order = (None, 2, None, False, 1, 3, 1, 0, 0, 2)  # max_tokens to epoch
+    found = []
+    for args, kwargs in (((), names), (in_order, {})):
+        task = FairseqTask(None)
+        task.seed_counts_epochs = True
+        iterator = task.get_batch_iterator(dataset, *args, **kwargs)
+        assert iterator.epoch == 2 and iterator.seed == 2
+        found.append([batch.tolist() for batch in iterator.frozen_batches])
+    assert found[0] == found[1] and sum(map(len, found[0])) == 6
+
+
+def test_a_script_keeps_a_function_of_the_same_name(tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text(
+        "def add_defaults(parser, extra=1):\n    return 'mine'\nimport fairseq_sharing\nprint(add_defaults(1, 2))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert done.stdout.splitlines()[-1] == "mine"
+
+
+def test_a_model_is_told_of_an_update_once():
+    """With --amp upstream calls its function for training anew where a batch overflowed."""
+    told = []
+    model = types.SimpleNamespace(after_update=lambda trainer, samples: told.append(samples))
+    trainer = types.SimpleNamespace(updates=0, get_model=lambda: model)
+    trainer.get_num_updates = lambda: trainer.updates
+
+    def overflow(self, samples, retried=False):
+        if not retried:
+            return hooks.tell_model_about_update(overflow, self, samples, retried=True)
+        self.updates += 1
+
+    for number in (1, 2):
+        hooks.tell_model_about_update(overflow, trainer, number)
+        assert told == list(range(1, number + 1))
 
 
 def test_diverse_beams_compare_a_sentence_with_itself():

@@ -89,7 +89,8 @@ def apply() -> None:
     replace(SpeechToTextDatasetCreator, "from_tsv", speech.pass_seed_to_clips)
     replace(BaseFairseqModel, "load_state_dict", hooks.check_before_loading)
     for module in (initialize, sys.modules.get("fairseq_cli.train"), sys.modules.get("__main__")):
-        replace(module, "add_defaults", hooks.check_before_training)  # who imported it has it under its own name
+        if getattr(getattr(module, "add_defaults", None), "__module__", None) == initialize.__name__:
+            replace(module, "add_defaults", hooks.check_before_training)  # who imported it has it under its own name
     replace(
         Trainer, "load_checkpoint", checkpoint_files.tell_why_loading_failed, moving_average.load_average_after_model
     )

@@ -1,7 +1,16 @@
 """Batches: none is lost, and after resuming they are those that an uninterrupted run has."""
 
+import inspect
+
 import numpy as np
 from fairseq.data import LRUCacheDataset
+
+
+def bind(function, *args, **kwargs) -> inspect.BoundArguments:
+    """Return the arguments of a call by name, however they were given, with the defaults of the others."""
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call
 
 
 def keep_the_last_batch(batch_by_size, indices, *args, **kwargs):
@@ -12,7 +21,7 @@ def keep_the_last_batch(batch_by_size, indices, *args, **kwargs):
     """
     indices = indices if isinstance(indices, np.ndarray) else np.fromiter(indices, dtype=np.int64, count=-1)
     batches = batch_by_size(indices, *args, **kwargs)
-    if kwargs.get("fixed_shapes") is not None:
+    if bind(batch_by_size, indices, *args, **kwargs).arguments.get("fixed_shapes") is not None:
         return batches
     rest = indices[sum(map(len, batches)) :]
     return [*batches, rest] if len(rest) else batches
@@ -24,15 +33,16 @@ def batch_as_in_the_first_epoch(get_batch_iterator, self, dataset, *args, **kwar
     Upstream sorts them once, by a seed of the epoch in which its process starts, and uses these batches in all epochs:
     a run that is resumed after its first epoch goes on with others.
     """
-    epoch = kwargs.get("epoch", 1)
-    renewed = (kwargs.get(name) for name in ("disable_iterator_cache", "update_epoch_batch_itr"))
+    call = bind(get_batch_iterator, self, dataset, *args, **kwargs)
+    epoch = call.arguments["epoch"]
+    renewed = (call.arguments.get(name) for name in ("disable_iterator_cache", "update_epoch_batch_itr"))
     kept = self.can_reuse_epoch_itr(dataset) and not any(renewed) and not getattr(self.cfg, "rebuild_batches", False)
     if not kept or dataset in self.dataset_to_epoch_iter:
         return get_batch_iterator(self, dataset, *args, **kwargs)
-    first = {"epoch": 1}
+    call.arguments["epoch"] = 1
     if getattr(self, "seed_counts_epochs", False):
-        first["seed"] = kwargs["seed"] - epoch + 1
-    iterator = get_batch_iterator(self, dataset, *args, **{**kwargs, **first})
+        call.arguments["seed"] += 1 - epoch
+    iterator = get_batch_iterator(*call.args, **call.kwargs)
     iterator.epoch = epoch
     dataset.set_epoch(epoch)
     return iterator

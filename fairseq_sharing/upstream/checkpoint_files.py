@@ -33,6 +33,14 @@ def allow_checkpoint_classes() -> None:
     )
 
 
+def place_of(tensor: torch.Tensor):
+    """Return what all names of one tensor have in common, and no other tensor has while these are there."""
+    address = tensor.data_ptr() if tensor.layout == torch.strided and tensor.numel() else 0
+    if not address:
+        return id(tensor)  # sparse, empty, or on a device that gives no addresses, such as a TPU
+    return address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
 def move_to_cpu(_, sample):
     """Move to the CPU in fp32 as fairseq does, but keep two names of one tensor one tensor.
 
@@ -41,13 +49,11 @@ def move_to_cpu(_, sample):
     moved = {}
 
     def move(tensor):
-        if tensor.layout != torch.strided:
-            return tensor.cpu()  # sparse tensors have no address to compare
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if key not in moved or tensor.numel() == 0:
+        place = place_of(tensor)
+        if place not in moved:
             half = tensor.dtype in {torch.bfloat16, torch.float16}
-            moved[key] = (tensor.to(dtype=torch.float32) if half else tensor).cpu()
-        return moved[key]
+            moved[place] = (tensor.to(dtype=torch.float32) if half else tensor).cpu()
+        return moved[place]
 
     return utils.apply_to_sample(move, sample)
 

@@ -36,8 +36,10 @@ def tell_model_about_update(train_step, self, samples, *args, **kwargs):
     """
     before = self.get_num_updates()
     output = train_step(self, samples, *args, **kwargs)
-    after_update = getattr(self.get_model(), "after_update", None)
-    if after_update is not None and self.get_num_updates() > before:
+    after_update, updates = getattr(self.get_model(), "after_update", None), self.get_num_updates()
+    # With --amp upstream calls itself again for a batch that overflowed.
+    if after_update is not None and updates > before and updates != getattr(self, "told_of_update", None):
+        self.told_of_update = updates
         with metrics.aggregate("train"):  # as in the function that is wrapped
             after_update(self, samples)
     return output

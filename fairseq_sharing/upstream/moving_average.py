@@ -5,6 +5,8 @@ import types
 
 import torch
 
+from .checkpoint_files import place_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -12,9 +14,7 @@ def first_name_of(state_dict: dict) -> dict[str, str]:
     """Return for each name the first name of the same tensor."""
     first, seen = {}, {}
     for name, tensor in state_dict.items():
-        one_of_many = torch.is_tensor(tensor) and tensor.numel() > 0
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if one_of_many else name
-        first[name] = seen.setdefault(place, name)
+        first[name] = seen.setdefault(place_of(tensor) if torch.is_tensor(tensor) else name, name)
     return first
 
 

@@ -7,8 +7,10 @@ def augment_by_epoch_and_clip(getitem, self, index):
     """Draw SpecAugment and the like from the seed, the epoch and the clip.
 
     Upstream draws from numpy's global state: a resumed run sees other masks than one that went on, and data workers all
-    see the same.
+    see the same. What is not for training draws nothing, and leaves that state to a thread that loads what is.
     """
+    if not getattr(self, "is_train_split", True):
+        return getitem(self, index)
     with data_utils.numpy_seed(getattr(self, "seed", 1), getattr(self, "epoch", 1), int(index)):
         return getitem(self, index)
 
