@@ -164,8 +164,13 @@ def measure_once(model: nn.Module, args: tuple, kwargs: dict) -> None:
     if not model.training:
         return
     model.__dict__.pop("residual_hook").remove()
-    if not all(is_measured(list_scalings(model.get_submodule(path))) for path in model.STACKS.values()):
+    if all(is_measured(list_scalings(model.get_submodule(path))) for path in model.STACKS.values()):
+        return
+    try:
         measure_residual_scales(model, model.STACKS, args, kwargs)
+    except Exception:  # such as too little memory, after which fairseq goes on with the next batch
+        model.residual_hook = model.register_forward_pre_hook(measure_once, with_kwargs=True)
+        raise
 
 
 def fold_scalings(weights: dict[str, torch.Tensor], stack: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from fairseq.optim.fp16_optimizer import FP16Optimizer
 from omegaconf import OmegaConf
 from torch.nn import functional
 
+from fairseq_sharing import residual
 from fairseq_sharing.residual import ScaledResidualNorm, fold_scalings, is_measured, list_scalings
 
 REV = "transformer_shared_cycle_rev"
@@ -210,6 +211,16 @@ def test_the_profile_survives_fp32_masters():
         torch.equal(norm.omega, scale) for norm, scale in zip(list_scalings(stacks(model)[1]), scales, strict=True)
     )
     assert min(scale.min() for scale in scales[1:]) > 1.1
+
+
+def test_a_measurement_that_failed_is_made_again(monkeypatch):
+    """As where memory does not suffice: fairseq goes on with the next batch."""
+    model = build("transformer_shared_cycle_rev", *TINY, *FOUR_FROM_TWO, "--residual-scaling", "admin").train()
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="out of memory"):
+        patched.setattr(residual, "follow_variance", lambda _: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        model(**random_batch())
+    assert model(**random_batch())[0].isfinite().all()
+    assert is_measured(list_scalings(model.encoder.layers)) and not model._forward_pre_hooks
 
 
 def test_a_half_precision_model_is_measured_in_fp32():
