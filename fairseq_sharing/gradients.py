@@ -28,7 +28,15 @@ def measure_gradient_norms(model: nn.Module, stacks: dict[str, str], compute_los
         ``{stack}_{layer}`` -> L2 norm of the gradient of that layer's parameters, layers counted from 0. A layer that
         LayerDrop left out has 0.
     """
-    twin = copy.deepcopy(model).float().train()
+    # What is no parameter but was computed from one, such as the weight of a head with --spectral-norm-*, has a history
+    # that torch refuses to copy.
+    computed = [
+        value
+        for module in model.modules()
+        for value in vars(module).values()
+        if torch.is_tensor(value) and not value.is_leaf
+    ]
+    twin = copy.deepcopy(model, {id(value): value.detach().clone() for value in computed}).float().train()
     for path in stacks.values():
         untie_layers(twin.get_submodule(path))
     device = next(twin.parameters()).device

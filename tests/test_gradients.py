@@ -2,10 +2,12 @@
 
 import json
 import lzma
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FOUR_FROM_TWO, PLUGIN, TINY, build, random_batch, run, train_command
+from conftest import FOUR_FROM_TWO, PLUGIN, TINY, build, build_dictionary, parse, random_batch, run, train_command
+from fairseq.models import build_model
 
 from fairseq_sharing.gradients import measure_gradient_norms
 from fairseq_sharing.tools.gradients import read_norms
@@ -53,6 +55,23 @@ def test_measuring_leaves_model_gradients_and_random_numbers_alone():
     after = [(parameter, parameter.grad) for parameter in used]
     assert all(torch.equal(a, b) for pair in zip(before, after, strict=True) for a, b in zip(*pair, strict=True))
     assert model.encoder.layers[0].fc1.weight is model.encoder.layers[3].fc1.weight
+
+
+def test_a_head_with_spectral_norm_is_measured():
+    """Its weight was computed in the forward pass, with a history that torch refuses to copy."""
+    flags = ["--encoder-layers", "4", "--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32"]
+    heads = ["--encoder-attention-heads", "2", "--spectral-norm-classification-head"]
+    args = parse("albert_encoder", *flags, *heads)
+    model = build_model(args, SimpleNamespace(source_dictionary=build_dictionary())).train()
+    model.register_classification_head("cls", num_classes=2)
+
+    def loss(twin):
+        return twin(torch.randint(4, 40, (2, 6)), features_only=True, classification_head_name="cls")[0].square().sum()
+
+    loss(model).backward()
+    norms = measure_gradient_norms(model, model.STACKS, loss)
+    assert len(norms) == 4 and min(norms.values()) > 0
+    loss(model).backward()
 
 
 def test_training_logs_them_and_is_not_changed(data, tmp_path):
