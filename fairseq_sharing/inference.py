@@ -19,8 +19,8 @@ SMALLEST = 1 << 17
 class Packed:
     """The packed copy of a matrix, or of several on top of each other, and their bias.
 
-    It is made when it is first needed and again when a parameter has changed. Copies and pickles of a model have none,
-    and make their own.
+    It is made when it is first needed and again when a parameter has changed, unless through ``.data``, of which torch
+    keeps no count. Copies and pickles of a model have none, and make their own.
     """
 
     def __init__(self):

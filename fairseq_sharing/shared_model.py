@@ -82,7 +82,8 @@ class SharedLayers:
 
     def make_generation_fast_(self, **kwargs):
         """Prepare for decoding as fairseq does; a decoder whose layers share gets packed matrices."""
-        super().make_generation_fast_(**kwargs)
+        if "name" not in kwargs:  # else a model around this one asks each of its modules itself
+            super().make_generation_fast_(**kwargs)
         layers = self.get_submodule(self.STACKS["decoder"]) if "decoder" in self.STACKS else None
         if layers is not None and layers.sharing.shares:
             pack_linears([*layers.modules(), self.decoder.output_projection])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import FOUR_FROM_TWO, TINY, build, build_dictionary, random_batch
+from fairseq.models import BaseFairseqModel
 from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from torch import nn
@@ -59,6 +60,17 @@ def test_a_search_finds_the_same_with_one_copy_for_each_parameter():
     # For each of two sets: query, key and value together; out; query and out of the cross-attention; fc1, fc2.
     assert len(used) == 2 * 6 + 1 and not packed_of(fast.encoder)
     assert list(fast.state_dict()) == list(model.state_dict())
+
+
+def test_a_model_around_a_shared_one_is_made_ready_for_decoding():
+    class Outer(BaseFairseqModel):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+    inner = build(REV, *TINY, *FOUR_FROM_TWO)
+    Outer(inner).make_generation_fast_(beamable_mm_beam_size=5, need_attn=False)
+    assert packed_of(inner) and not any(layer.need_attn for layer in inner.decoder.layers)
 
 
 def test_torchscript():
