@@ -7,9 +7,11 @@ number of lines only by the index of what is written, 8 bytes each. Imported by 
 import contextlib
 import gzip
 import itertools
+import logging
 import lzma
 from pathlib import Path
 
+logging.getLogger("fairseq.tasks.text_to_speech").setLevel(logging.WARNING)  # it asks for tensorboardX when imported
 BATCH = 20_000  # lines to cut at once
 OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 

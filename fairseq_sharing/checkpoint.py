@@ -60,12 +60,23 @@ def drop_borrowed(layers: nn.ModuleList, state_dict: dict, prefix: str, local_me
         return
     for borrower, owner, name in shared_names(layers):
         borrowed, owned = f"{prefix}{borrower}.{name}", f"{prefix}{owner}.{name}"
-        if owned not in state_dict or state_dict[borrowed].data_ptr() != state_dict[owned].data_ptr():
+        if owned not in state_dict or not is_tied(layers, (borrower, owner), name, state_dict, prefix):
             raise ValueError(
                 f"{borrowed} no longer is the same tensor as {owned}: these layers cannot be saved as shared"
             )
         del state_dict[borrowed]
     state_dict[prefix + RECORD] = encode_sharing(layers.sharing)
+
+
+def is_tied(layers: nn.ModuleList, pair: tuple[int, int], name: str, state_dict: dict, prefix: str) -> bool:
+    """Whether a parameter of two layers is one tensor in a state dict.
+
+    Where tensors have no address, as on the device ``meta``, the layers themselves tell.
+    """
+    one, other = (state_dict[f"{prefix}{index}.{name}"].data_ptr() for index in pair)
+    if one or other:
+        return one == other
+    return layers[pair[0]].get_parameter(name) is layers[pair[1]].get_parameter(name)
 
 
 def check_before_loading(model: nn.Module) -> None:

@@ -318,12 +318,15 @@ def check_written(folder: Path, parts: dict[str, list[dict]]) -> dict[str, int]:
     Raises:
         ValueError: a clip does not come back with its frames and its text.
     """
+    for name in (
+        "tasks.text_to_speech",
+        "data.audio.speech_to_text_dataset",
+    ):  # one asks for tensorboardX when imported
+        logging.getLogger(f"fairseq.{name}").setLevel(logging.WARNING)
     from fairseq.data import Dictionary, encoders
     from fairseq.data.audio.data_cfg import S2TDataConfig
     from fairseq.data.audio.speech_to_text_dataset import SpeechToTextDatasetCreator
 
-    for name in ("tasks.text_to_speech", "data.audio.speech_to_text_dataset"):  # one asks for tensorboardX
-        logging.getLogger(f"fairseq.{name}").setLevel(logging.WARNING)
     config = S2TDataConfig(folder / "config.yaml")
     config.config["audio_root"] = str(folder)  # where it is until it is renamed
     dictionary = Dictionary.load(str(folder / config.vocab_filename))

@@ -15,6 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+# What fairseq and torch would take from a cluster or from several GPUs: the tests are for one process on the CPU.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+for name in [*os.environ]:
+    if name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") or name.startswith("SLURM_"):
+        del os.environ[name]
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     [
@@ -26,8 +31,14 @@ MODULES = {"fairseq-sharing": "fairseq_sharing.tools.main", "sacrebleu": "sacreb
 
 
 def environment(**changes) -> dict[str, str]:
-    """Return environment variables for a script of the examples, which finds this Python on its PATH."""
-    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **changes}
+    """Return environment variables for a script of the examples, which finds this Python on its PATH.
+
+    Nothing of the caller's is among them that could be a setting.
+    """
+    names = ("HOME", "LANG", "LC_ALL", "TMPDIR", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
+    kept = {name: os.environ[name] for name in names if name in os.environ}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", **changes}
 
 
 def command_lines() -> list[bytes]:

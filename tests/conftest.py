@@ -2,6 +2,7 @@
 
 import argparse
 import lzma
+import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +21,15 @@ CORPUS = REPOSITORY / "examples" / "translation" / "data"
 sys.path.append(str(REPOSITORY / "scripts"))
 utils.import_user_module(argparse.Namespace(user_dir=str(PLUGIN)))
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def whoever_stops_the_tests_stops_them():
+    """The scripts that prepare data, called in this process, put a handler of their own in its place."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
 
 TINY = [
     *("--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32"),

@@ -256,6 +256,12 @@ def test_loading_by_assignment_keeps_ties():
 
 def test_broken_ties_are_not_saved_as_ties():
     model = build(*REV)
+    model.encoder.layers.to("meta")  # a part of the model, of which torch makes new parameters without an address
+    with pytest.raises(ValueError, match="encoder.layers.2.* no longer is the same tensor as encoder.layers.1"):
+        model.state_dict()
+    model = build(*REV).to("meta")
+    assert "encoder.layers.3.fc1.weight" not in model.state_dict()
+    model = build(*REV)
     model.encoder.layers[3].fc1 = torch.nn.Linear(16, 32)
     with pytest.raises(
         ValueError, match="encoder.layers.3.fc1.weight no longer is the same tensor as encoder.layers.0.fc1"

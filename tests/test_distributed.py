@@ -1,19 +1,18 @@
 """Several processes: two with gloo on the CPU train as one does with twice the batches per update, in every family."""
 
-import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from commands import environment
 from conftest import REPOSITORY
 from training import check_gpu, configure
 
 FAMILIES = list(check_gpu.FAMILIES)
 # The environment's commands come first on PATH, whether it is activated or not.
-ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+ENVIRONMENT = environment()
 STACKS = {"translation": ("encoder", "decoder"), "language_modeling": ("decoder",), "masked_lm": ("encoder",)}
 
 

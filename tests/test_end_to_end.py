@@ -8,6 +8,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import sacrebleu
 import torch
 from conftest import PLUGIN, REPOSITORY, binarise, run, short_pairs, train_command, write_text
 
@@ -77,7 +78,9 @@ def test_train_resume_average_generate_score(data, tmp_path, preset):
     scored = run(["sacrebleu", reference, "-i", tmp_path / "hypothesis", "-m", "bleu", "chrf"])
     score, _ = json.JSONDecoder().raw_decode(scored)
     assert [entry["name"] for entry in score] == ["BLEU", "chrF2"]
-    assert all(0 <= entry["score"] <= 100 for entry in score)
+    translated, text = ((tmp_path / "hypothesis").read_text("utf-8"), reference.read_text("utf-8"))
+    for entry, metric in zip(score, (sacrebleu.corpus_bleu, sacrebleu.corpus_chrf), strict=True):
+        assert entry["score"] == pytest.approx(metric(translated.splitlines(), [text.splitlines()]).score, abs=0.06)
 
 
 def train_in_two_processes(command: list) -> list[str]:

@@ -5,6 +5,7 @@ One test for each family. The ordinary suite tries a few combinations, always th
 
 import contextlib
 import io
+from collections import Counter
 
 import pytest
 import test_albert_encoder as albert
@@ -76,6 +77,17 @@ def as_flags(chosen: dict, prefix: str = "") -> list[str]:
     ]
 
 
+OUTCOMES = Counter()
+
+
+@pytest.fixture(autouse=True)
+def some_are_built():
+    """A plugin that refuses everything would pass otherwise."""
+    OUTCOMES.clear()
+    yield
+    assert OUTCOMES["built"] >= OUTCOMES["refused"] / 4
+
+
 def build_or_refuse(build_one, arch: str, flags: list[str]):
     """Build a model, or check that the refusal names an option and return None."""
     said = io.StringIO()
@@ -89,6 +101,7 @@ def build_or_refuse(build_one, arch: str, flags: list[str]):
         assert " error: argument " in sentence
     assert "--" in sentence and "\n" not in sentence
     event("refused")
+    OUTCOMES["refused"] += 1
     return None
 
 
@@ -107,6 +120,7 @@ def check_one(build_one, arch: str, flags: list[str], stacks: list[str], run, de
     if model is None:
         return
     event("built")
+    OUTCOMES["built"] += 1
     model.train()
     run(model).square().mean().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -2,14 +2,13 @@
 
 import itertools
 import lzma
-import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from commands import environment
 from conftest import REPOSITORY
 
 EXAMPLE = REPOSITORY / "examples" / "masked_lm"
@@ -171,15 +170,10 @@ def test_bag_of_words_beats_the_majority():
 def test_the_run_learns_and_beats_the_majority(tmp_path):
     """The whole script, shortened: 1.5 bits below the unigram entropy, then better than guessing one class."""
     settings = {"RUN": tmp_path / "run", "UPDATES": 4000, "SETS": "novels", "TUNE_RATES": "1e-3", "SEEDS": "1"}
-    paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
-    environment = {
-        **os.environ,
-        "PATH": os.pathsep.join(paths),
-        **{name: str(value) for name, value in settings.items()},
-    }
+    values = environment(**{name: str(value) for name, value in settings.items()})
 
     def run():
-        return subprocess.run([EXAMPLE / "run.sh"], env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run([EXAMPLE / "run.sh"], env=values, capture_output=True, text=True, check=False)
 
     done = run()
     assert done.returncode == 0, done.stderr[-2000:]
@@ -193,4 +187,4 @@ def test_the_run_learns_and_beats_the_majority(tmp_path):
     assert accuracy > majority + 5
     again = run()
     assert again.stdout.endswith(table) and "train_inner" not in again.stdout.replace(pretraining, "")
-    assert all(line.startswith("already done") for line in re.findall("already.*", again.stdout))
+    assert again.stdout.count("already done") >= len(list((tmp_path / "run").glob("*.done"))) >= 4

@@ -137,14 +137,13 @@ def test_four_batches_per_update_are_one_of_four_times_the_size(tiny, alike, fam
 @pytest.mark.parametrize("updates", [1, 2])
 def test_the_encoder_learns_once_it_is_no_longer_frozen(tiny, monkeypatch, updates):
     """With --amp, on the CPU in bfloat16: what autocast keeps from the frozen updates must not outlive them."""
-    cuda_autocast, used = torch.cuda.amp.autocast, []
+    used = []
 
     def autocast(enabled):
         used.append(enabled)
         return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
     monkeypatch.setattr(torch.cuda.amp, "autocast", autocast)
-    assert cuda_autocast is not autocast
     names = {}
     for last in (0, 2, 3):
         names[last] = f"frozen {last} {updates}"
@@ -294,7 +293,7 @@ def test_ties_survive(tiny, family, flags):
             continue
         converted = convert(build_one())
         assert tied_names(converted) == expected, name
-        state = converted.state_dict()  # which looks at every tie of the layers
+        converted.state_dict()  # which looks at every tie of the layers
         if name in ("deepcopy", "pickle", "overwriting", "swapping"):
             with torch.no_grad():
                 for parameter in converted.parameters():
@@ -305,18 +304,15 @@ def test_ties_survive(tiny, family, flags):
             for stack, layers in layers_of(converted).items():  # a copy's hooks are its own
                 layers.sharing = type(layers.sharing)(layers.sharing.assignment[::-1] + (0,), layers.sharing.parts)
                 assert layers_of(model)[stack].sharing is not layers.sharing
-        assert len(state) > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_part_of_a_model_that_lost_its_ties_is_not_saved(tiny, family):
     """Torch can be told to make new parameters; converting less than the model then breaks its ties."""
     model = build(command(tiny, family))
-    stack, layers = next(iter(layers_of(model).items()))
-    overwrite(layers)
+    overwrite(next(iter(layers_of(model).values())))
     with pytest.raises(ValueError, match="no longer is the same tensor"):
         model.state_dict()
-    assert str(layers.sharing) and stack in ("encoder", "decoder")
 
 
 def test_torchscript_keeps_ties(tiny):

@@ -4,6 +4,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -261,11 +263,18 @@ def test_a_stopped_preparation_leaves_nothing(tmp_path, monkeypatch, python):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_fairseq_logs_elsewhere_is_not_silenced(tmp_path, capsys):
+def test_what_fairseq_logs_elsewhere_is_not_silenced(tmp_path):
     """fairseq-train in the same process would show nothing of its training."""
     assert prepare_speech.main(command(tmp_path / "out")) == 0
     assert logging.getLogger("fairseq").level == logging.NOTSET
-    assert "tensorboardX" not in capsys.readouterr().err
+
+
+def test_nothing_asks_for_a_package_that_is_not_needed(tmp_path):
+    """One of fairseq's tasks does when it is imported, in each process once."""
+    script = [sys.executable, prepare_speech.__file__, *map(str, command(tmp_path / "out"))]
+    for line in (script, [sys.executable, "-c", "import fairseq_sharing, fairseq.tasks"]):
+        done = subprocess.run(line, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+        assert "tensorboardX" not in done.stdout + done.stderr
 
 
 def test_further_parts_have_their_own_names(tmp_path, capsys):

@@ -476,7 +476,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server():
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     with Server(bytes(range(256)) * 8000) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
@@ -749,7 +750,7 @@ def test_albert_knows_when_its_data_are_others(tmp_path):
 
     def start(**changes: str) -> subprocess.CompletedProcess:
         values = {"TEXT": "a.txt", "GLUE_DIR": "one", "TASK": "mrpc", "GPUS": "0", "DISK": "0", **changes}
-        env = {**os.environ, **values, "PATH": path}
+        env = environment(**values, PATH=path)
         return subprocess.run([ALBERT], env=env, capture_output=True, text=True, cwd=tmp_path)
 
     def again(done: subprocess.CompletedProcess) -> bool:

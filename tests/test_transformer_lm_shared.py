@@ -100,11 +100,9 @@ def test_gradient_is_the_sum_of_the_untied_gradients(arch):
         {name: value.detach() for name, value in model.named_parameters(remove_duplicate=False)}
         | {name: value for name, value in copy.named_buffers() if name in copy.state_dict()}
     )
-    target = random_tokens() if "wiki103" in arch else None
     for each in (model, copy):
         features, _ = each(random_tokens(), features_only=True)
         features.square().mean().backward()
-    assert target is None or target.shape == (3, 7)
     owners = model.decoder.layers.sharing.owners
     for owner in set(owners):
         for name, parameter in model.decoder.layers[owner].named_parameters():

@@ -59,6 +59,13 @@ def test_applying_twice_changes_nothing():
     assert before == (utils.move_to_cpu, PathManager.copy, checkpoint_utils.torch_persistent_save)
 
 
+def test_what_upstream_no_longer_has_is_left_alone():
+    owner = types.SimpleNamespace()
+    upstream.replace(owner, "gone", max)
+    upstream.replace(None, "gone", max)
+    assert not vars(owner)
+
+
 def test_move_to_cpu_keeps_aliases_apart_from_equals():
     one, equal = torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=torch.float16)
     view = one[:2]

@@ -9,7 +9,7 @@ import argparse
 import re
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -97,8 +97,13 @@ def read_cells(folder: Path) -> list[Cell]:
 
 
 def draw_cells(cells: list[Cell], out: str) -> None:
-    """Draw the loss of pretraining against updates and minutes, and accuracy against parameters and speed."""
-    curves = {f"{SHARED[cell.shared]}, E={cell.width}": cell.validations for cell in cells}
+    """Draw the loss of pretraining against updates and minutes at median speed, and accuracy against its cost."""
+    curves = {
+        f"{SHARED[cell.shared]}, E={cell.width}": [
+            replace(each, minutes=each.updates / cell.median("ups") / 60) for each in cell.validations
+        ]
+        for cell in cells
+    }
     points = [
         Result(SHARED[cell.shared], statistics.fmean(tests), cell.parameters, cell.median("wps"))
         for cell in cells
