@@ -15,9 +15,10 @@ from fairseq.sequence_generator import SequenceGenerator
 from torch import nn
 
 from fairseq_sharing import inference
-from fairseq_sharing.inference import PackedLinear, pack_linears
+from fairseq_sharing.inference import JointLinear, PackedLinear, pack_linears
 
 REV = "transformer_shared_cycle_rev"
+SMALLEST = inference.SMALLEST
 # A torch that has oneDNN but not the operators that `can_pack` looks for fails here: its decoding would just be slower.
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
 
@@ -60,6 +61,20 @@ def test_a_search_finds_the_same_with_one_copy_for_each_parameter():
     # For each of two sets: query, key and value together; out; query and out of the cross-attention; fc1, fc2.
     assert len(used) == 2 * 6 + 1 and not packed_of(fast.encoder)
     assert list(fast.state_dict()) == list(model.state_dict())
+
+
+def test_what_is_large_enough_is_packed(monkeypatch):
+    """With the limit that users have: matrices of 512 x 512, and of 256 x 256 only where three are one product."""
+    monkeypatch.setattr(inference, "SMALLEST", SMALLEST)
+    for width, kinds in (
+        (512, {"q_proj": JointLinear, "out_proj": PackedLinear}),
+        (256, {"q_proj": JointLinear, "out_proj": nn.Linear}),
+    ):
+        sizes = [word for stack in ("encoder", "decoder") for word in (f"--{stack}-embed-dim", str(width))]
+        layers = ["--encoder-layers", "1", "--encoder-unique-layers", "1", "--decoder-layers", "2"]
+        model = prepare(build(REV, *sizes, *layers, "--decoder-unique-layers", "1"))
+        attention = model.decoder.layers[1].self_attn
+        assert {name: type(getattr(attention, name)) for name in kinds} == kinds
 
 
 def test_a_model_around_a_shared_one_is_made_ready_for_decoding():

@@ -81,6 +81,32 @@ def test_an_output_may_have_another_width_unless_tied():
     parse(CYCLE, "--decoder-output-dim", "512", "--share-decoder-input-output-embed")
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "flags", "different"),
+    [
+        ("transformer_shared_cycle", "transformer", [], {"encoder_layers", "decoder_layers"}),
+        ("transformer_shared_cycle_wmt_en_de", "transformer_wmt_en_de", [], {"encoder_layers", "decoder_layers"}),
+        ("transformer_lm_shared_cycle", "transformer_lm", ["--task", "language_modeling"], set()),
+        (
+            "transformer_lm_shared_cycle_wiki103",
+            "transformer_lm_wiki103",
+            ["--task", "language_modeling"],
+            {"decoder_layers"},
+        ),
+        (
+            "albert_encoder_base",
+            "roberta_base",
+            ["--task", "masked_lm", "--tokens-per-sample", "512"],
+            {"activation_fn"},
+        ),
+    ],
+)
+def test_defaults_are_fairseqs(ours, theirs, flags, different):
+    """All but the depth, and ALBERT's activation; speech has a test of its own."""
+    ours, theirs = (vars(parse(arch, *flags)) for arch in (ours, theirs))
+    assert {key for key, value in theirs.items() if ours[key] != value} == {"arch", *different}
+
+
 def test_parts_come_out_in_their_order():
     assert parse(CYCLE, "--sharing-parts", "norm, attention").sharing_parts == "attention,norm"
     assert parse(CYCLE).sharing_parts == "attention,ffn,norm"

@@ -1,14 +1,15 @@
 """The command ``fairseq-sharing``: what it prints, what it writes, and how it fails."""
 
 import math
-import os
 import re
+import subprocess
 import sys
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from commands import environment
 from conftest import FOUR_FROM_TWO, PLUGIN, REPOSITORY, TINY, build, parse
 from fairseq.data import Dictionary
 from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
@@ -77,14 +78,18 @@ def test_show_takes_training_flags_and_a_vocabulary(capsys):
     assert rows["embeddings"][1] == f"{2 * 8000 * 512:,}" and rows["head"][1] == f"{8000 * 512:,}"
 
 
-def test_show_does_not_ask_how_many_processes_there_are(capsys, monkeypatch):
+def test_show_does_not_ask_how_many_processes_there_are():
     """On a machine with two GPUs, or started by torchrun, training so is refused with fairseq's default backend."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    program = "import sys, torch; torch.cuda.device_count = lambda: 2; from fairseq_sharing.tools.main import main"
     flags = ["show", "--arch", "transformer_shared_cycle_rev", "--encoder-layerdrop", "0.1"]
-    assert main(flags) == 0 and os.environ["WORLD_SIZE"] == "2"
-    capsys.readouterr()
-    assert "--encoder-layerdrop 0.1" in fails(capsys, *flags, "--distributed-world-size", "2")
+
+    def show(*more: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", f"{program}; sys.exit(main(sys.argv[1:]))", *flags, *more]
+        return subprocess.run(command, env=environment(WORLD_SIZE="2"), capture_output=True, text=True, cwd=REPOSITORY)
+
+    assert show().returncode == 0
+    refused = show("--distributed-world-size", "2")
+    assert refused.returncode == 2 and "--encoder-layerdrop 0.1 brings about" in refused.stderr
 
 
 @pytest.mark.parametrize("arch", ["transformer", "transformer_iwslt_de_en"])
