@@ -18,7 +18,7 @@ for name in $NORMS; do
     [[ $name =~ ^(pre-ln|admin)$ ]] || die "NORMS=$NORMS names $name: there are pre-ln and admin"
 done
 
-# describe_model FAMILY SYSTEM NORM STACK...: FAMILY is transformer or transformer_lm.
+# describe_model FAMILY SYSTEM NORM STACK...: FAMILY is transformer, transformer_lm or s2t_transformer.
 describe_model() {
     local family=$1 system=$2 norm=$3 layers=$LAYERS stack
     shift 3
@@ -43,6 +43,23 @@ describe_model() {
         esac
         [ "$norm" != pre-ln ] || model+=("--$stack-normalize-before")
     done
+}
+
+# average_models NAME WHEN UPDATE: the last AVERAGE models of a training up to an update, or as many as there are, into
+# $RUN/NAME/averaged-WHEN.pt.
+average_models() {
+    local name=$1 when=$2 last=$3 path update count=0
+    if [ ! -e "$RUN/$name-average-$when.done" ]; then
+        for path in $(compgen -G "$RUN/$name/checkpoint_*_*.pt"); do
+            update=${path##*_}
+            if [ "${update%.pt}" -le "$last" ]; then count=$((count + 1)); fi
+        done
+        [ "$count" -gt 0 ] || die "$RUN/$name has no model saved after VALIDATE=$VALIDATE updates, or a multiple of it, up to" \
+            "$last: an epoch ends with each of them, and fairseq saves none then; choose another VALIDATE and another RUN"
+    fi
+    SHOW='averaged|rror:' step "$name-average-$when" python -m fairseq_sharing.tools.main average --inputs "$RUN/$name" \
+        --num-update-checkpoints "$((count < AVERAGE ? count : AVERAGE))" --checkpoint-upper-bound "$last" \
+        --output "$RUN/$name/averaged-$when.pt" --force
 }
 
 # try_twice NAME SYSTEM NORM TRY: call `TRY NAME WHEN UPDATE` for the end of a training, and for where it was in the time that

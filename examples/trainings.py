@@ -110,7 +110,11 @@ class Run:
         return any(self.path.parent.glob(f"{self.path.name.partition('.log')[0]}.end.*"))
 
     def result(self, when: str, ending: str) -> list[str] | None:
-        """Return the lines of what was made of the model: NAME.WHEN.ENDING beside the log; None where there is none."""
+        """Return the lines of what was made of the model: NAME.WHEN.ENDING beside the log; None where there is none.
+
+        Vanilla's own time is the end of its training.
+        """
+        when = "end" if self.system == "vanilla" else when
         path = self.path.with_name(f"{self.path.name.partition('.log')[0]}.{when}.{ending}")
         return read_lines(path) if path.exists() else None
 
@@ -197,7 +201,7 @@ def tabulate_runs(runs: list[Run], results: Callable, watts: float | None = None
                 "validation perplexity": spread([2**run.loss for run in own], 2),
             }
             for when, label in TIMES.items():
-                columns = results(own, "end" if system == "vanilla" else when, baselines)
+                columns = results(own, when, baselines)
                 row.update({f"{name}{label}": value for name, value in columns.items()})
             rows.append(row)
     columns = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)

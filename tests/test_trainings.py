@@ -14,7 +14,7 @@ import pytest
 from commands import environment
 from conftest import REPOSITORY
 
-FAMILIES = {"translation": "de.xz", "language_modeling": "txt"}
+FAMILIES = {"translation": "de.xz", "language_modeling": "txt", "speech_to_text": "txt"}
 spec = importlib.util.spec_from_file_location("trainings", REPOSITORY / "examples" / "trainings.py")
 trainings = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(trainings)
@@ -92,6 +92,29 @@ def test_the_table_of_perplexities(folder):
     assert empty.returncode == 2 and "holds no log of a finished training" in empty.stderr
 
 
+def test_the_table_of_word_error_rates(folder):
+    """Means over the seeds; at the end of each source too, where there are several."""
+    for name, when, first, second in (
+        ("pre-ln-vanilla-lr0.002-seed1", "end", 50, 70),
+        ("pre-ln-vanilla-lr0.002-seed2", "end", 52, 72),
+        ("pre-ln-cycle-lr0.004-seed1", "end", 100, 90),
+        ("pre-ln-cycle-lr0.004-seed2", "end", 100, 94),
+        ("pre-ln-cycle-lr0.004-seed1", "same-time", 120, 101),
+        ("pre-ln-cycle-lr0.004-seed2", "same-time", 120, 103),
+    ):
+        lines = (f"reader: {first}.00 (3 clips, 10 words)", "stage: 99.00 (4 clips)", f"all: {second}.00 (7 clips)", "")
+        (folder / f"{name}.{when}.txt").write_text("\n".join(lines))
+    command = [sys.executable, REPOSITORY / "examples" / "speech_to_text" / "strategies.py", folder]
+    header, _, *rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = [cell.strip() for cell in header.strip("|").split("|")]
+    vanilla, cycle, *_ = (
+        dict(zip(names, (cell.strip() for cell in row.strip("|").split("|")), strict=True)) for row in rows[:3]
+    )
+    assert vanilla["WER"] == "71.0 ± 1.4" and vanilla["WER, reader"] == "51.0 ± 1.4"
+    assert cycle["WER, stage"] == "99.0 ± 0.0" and cycle["WER in Vanilla's time"] == "102.0 ± 1.4"
+    assert names[-1] == "WER in Vanilla's time" and "WER, all" not in names
+
+
 def test_the_pictures_of_a_comparison(folder, monkeypatch):
     """One for each normalisation: mean loss of the seeds, minutes at median speed; a score is of what was decoded."""
     for name in ("pre-ln-vanilla-lr0.002-seed1", "pre-ln-cycle-lr0.004-seed1", "admin-cycle-lr0.002-seed1"):
@@ -138,6 +161,15 @@ def test_wrong_settings(family, tmp_path):
         assert done.returncode == 2 and sentence in done.stderr and not list(tmp_path.iterdir())
 
 
+def test_speech_is_pre_ln_and_needs_data(tmp_path):
+    script, run = REPOSITORY / "examples" / "speech_to_text" / "strategies.sh", str(tmp_path / "run")
+    done = call(script, environment(RUN=run))
+    assert done.returncode == 2 and "DATA= must name a folder" in done.stderr
+    done = call(script, environment(RUN=run, DATA=str(tmp_path), NORMS="pre-ln admin"))
+    assert done.returncode == 2 and "NORMS=pre-ln admin: fairseq's speech-to-text Transformer is Pre-LN" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.skipif(shutil.which("flock") is None, reason="there is no flock")
 def test_a_call_that_waits_for_another_can_be_stopped(family, tmp_path):
@@ -145,9 +177,8 @@ def test_a_call_that_waits_for_another_can_be_stopped(family, tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         (tmp_path / "settings.txt").touch()
         script = REPOSITORY / "examples" / family / "strategies.sh"
-        with subprocess.Popen(
-            [script], env=environment(RUN=str(tmp_path)), stderr=subprocess.PIPE, text=True
-        ) as waiting:
+        values = environment(RUN=str(tmp_path), DATA=str(tmp_path))
+        with subprocess.Popen([script], env=values, stderr=subprocess.PIPE, text=True) as waiting:
             deadline = time.monotonic() + 60
             while not is_waiting(waiting.pid):
                 assert waiting.poll() is None and time.monotonic() < deadline
@@ -208,18 +239,49 @@ each_training
     assert not list(run.glob("*/checkpoint_1_5.pt")) and tried("vanilla cycle") == []
 
 
+def test_the_last_models_are_averaged_or_as_many_as_there_are(tmp_path):
+    """And where each multiple of VALIDATE ends an epoch there is none, which is said."""
+    script = tmp_path / "script.sh"
+    script.write_text(
+        f"""#!/usr/bin/env bash
+RUN={tmp_path} AVERAGE=2 VALIDATE=5
+source {REPOSITORY}/examples/steps.sh
+source {REPOSITORY}/examples/strategies.sh
+step() {{ echo "$*"; }}
+average_models cycle same-time "$LAST"
+""",
+        "utf-8",
+    )
+    script.chmod(0o755)
+    (tmp_path / "cycle").mkdir()
+    for name in ("1_5", "1_10", "2_15", "_last", "_best"):
+        (tmp_path / "cycle" / f"checkpoint_{name.lstrip('_')}.pt").touch()
+    for last, models in ((5, 1), (10, 2), (15, 2)):
+        done = call(script, environment(LAST=str(last)))
+        assert f"--num-update-checkpoints {models} --checkpoint-upper-bound {last} " in done.stdout, done.stderr
+    done = call(script, environment(LAST="4"))
+    assert done.returncode == 2 and "no model saved after VALIDATE=5 updates" in done.stderr and not done.stdout
+    (tmp_path / "cycle-average-same-time.done").touch()  # its models may be gone then
+    assert call(script, environment(LAST="4")).returncode == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_systems_from_text_to_table(family, tmp_path):
     """Both rates with the first seed, the better one with the second; divided by two calls. Then all is done."""
     ending, source = FAMILIES[family], REPOSITORY / "examples" / family / "data"
-    (tmp_path / "data").mkdir()
+    if family == "speech_to_text":
+        shutil.copytree(source, tmp_path / "data")
+    else:
+        (tmp_path / "data").mkdir()
     for path in source.glob("*.xz"):
         lines = read(path)[: 100 if "train" in path.name else 20]
         (tmp_path / "data" / path.name).write_bytes(lzma.compress("".join(f"{line}\n" for line in lines).encode()))
     run = tmp_path / "run"
     sizes = {"SHARED_WIDTH": "16", "UNIVERSAL_WIDTH": "24", "HEADS": "2", "VOCAB": "300", "UPDATES": "8", "WARMUP": "2"}
     steps = {"VALIDATE": "2", "AVERAGE": "1", "LOG_INTERVAL": "2", "LRS": "0.001 0.004", "SEEDS": "1 2"}
+    if family == "speech_to_text":  # at the end of an epoch fairseq saves no model of that update
+        steps |= {"MAX_TOKENS": "900", "VALIDATE": "3", "CONV": "16"}
     values = environment(
         **sizes, **steps, SYSTEMS="vanilla cycle", NORMS="pre-ln", DATA=str(tmp_path / "data"), RUN=str(run)
     )

@@ -23,7 +23,7 @@ MAX_TOKENS=${MAX_TOKENS:-512} # pieces per update
 DROPOUT=${DROPOUT:-0}
 LOG_INTERVAL=${LOG_INTERVAL:-500} # updates between two lines of the log
 VALIDATE=${VALIDATE:-1000}        # updates between two validations, each of which saves the model
-AVERAGE=${AVERAGE:-5}             # how many saved models to average for the evaluation
+AVERAGE=${AVERAGE:-5}             # how many saved models to average for the evaluation, or as many as there are
 RUN=${RUN:-lm-strategies-run}     # folder for everything that is written
 
 patience=--exclusive # while another call prepares the text
@@ -36,9 +36,7 @@ results() { python "$here/strategies.py" "$RUN" "$@"; }
 # perplexity NAME WHEN UPDATE: of the average of the last models up to an update, into $RUN/NAME.WHEN.txt.
 perplexity() {
     local name=$1 when=$2 last=$3
-    SHOW='averaged|rror:' step "$name-average-$when" python -m fairseq_sharing.tools.main average --inputs "$RUN/$name" \
-        --num-update-checkpoints "$AVERAGE" --checkpoint-upper-bound "$last" \
-        --output "$RUN/$name/averaged-$when.pt" --force
+    average_models "$name" "$when" "$last"
     evaluate "$name-evaluate-$when" "$RUN/$name/averaged-$when.pt"
     grep -o 'Loss (base 2): .*' "$RUN/$name-evaluate-$when.log" | tail -n 1 >"$RUN/$name.$when.txt"
 }

@@ -27,39 +27,23 @@ BEAM=${BEAM:-5}
 SEED=${SEED:-1}
 RUN=${RUN:-speech-run} # folder for everything that is written
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-repo=$(cd "$here/../.." && pwd)
-DATA=${DATA:-$here/data}
-AUDIO=${AUDIO:-$DATA}
-# shellcheck source=../steps.sh
-source "$here/../steps.sh"
-export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
-plugin=$repo/fairseq_sharing
+# shellcheck source=desk.sh
+source "$(dirname "${BASH_SOURCE[0]}")/desk.sh"
 
 begin ARCH ENCODER_LAYERS ENCODER_UNIQUE DECODER_LAYERS DECODER_UNIQUE EMBED FFN CONV HEADS UPDATES WARMUP LR \
     MAX_TOKENS CTC DROPOUT SPECAUGMENT SAVES BEAM SEED DATA AUDIO
-[ -e "$RUN/prepare.done" ] || rm -rf "$RUN/data" # of a call that was stopped
-SHOW='clips|error' step prepare python "$repo/scripts/prepare_speech.py" --audio-root "$AUDIO" \
-    --train "$DATA/train.tsv" --valid "$DATA/valid.tsv" --test "$DATA/test.tsv" --vocab-type char \
-    --specaugment "$SPECAUGMENT" --out "$RUN/data"
+prepare_clips
 sharing=()
 case $ARCH in
     s2t_transformer_shared_*)
         sharing=(--encoder-unique-layers "$ENCODER_UNIQUE" --decoder-unique-layers "$DECODER_UNIQUE") ;;
 esac
-step train python -m fairseq_cli.train "$RUN/data" --user-dir "$plugin" --task speech_to_text --arch "$ARCH" \
+train train "$RUN/checkpoints" --arch "$ARCH" \
     --encoder-layers "$ENCODER_LAYERS" --decoder-layers "$DECODER_LAYERS" ${sharing[@]+"${sharing[@]}"} \
-    --encoder-embed-dim "$EMBED" --encoder-ffn-embed-dim "$FFN" --conv-channels "$CONV" \
-    --encoder-attention-heads "$HEADS" --decoder-attention-heads "$HEADS" --share-decoder-input-output-embed \
-    --dropout "$DROPOUT" --attention-dropout "$DROPOUT" --activation-dropout "$DROPOUT" \
-    --criterion label_smoothed_cross_entropy_with_ctc --ctc-weight "$CTC" --label-smoothing 0.1 --report-accuracy \
-    --optimizer adam --adam-betas '(0.9, 0.98)' --lr "$LR" --lr-scheduler inverse_sqrt --warmup-updates "$WARMUP" \
-    --clip-norm 10 --max-update "$UPDATES" --max-tokens "$MAX_TOKENS" --max-tokens-valid 20000 \
-    --seed "$SEED" --cpu --num-workers 0 --save-dir "$RUN/checkpoints" --no-epoch-checkpoints \
+    --encoder-embed-dim "$EMBED" --encoder-ffn-embed-dim "$FFN" \
+    --encoder-attention-heads "$HEADS" --decoder-attention-heads "$HEADS" --lr "$LR" --seed "$SEED" \
     --save-interval-updates "$((UPDATES > SAVES ? UPDATES / SAVES : 1))" --keep-interval-updates 1 \
-    --validate-interval 1000000 --log-format simple --log-interval "$((UPDATES > 60 ? UPDATES / 60 : 1))"
-SHOW='WER|^D-[0-7]	' step generate python -m fairseq_cli.generate "$RUN/data" --user-dir "$plugin" \
-    --task speech_to_text --gen-subset test --path "$RUN/checkpoints/checkpoint_best.pt" --beam "$BEAM" --scoring wer \
-    --max-tokens 20000 --cpu --num-workers 0
-SHOW='words' step word-error-rates python "$here/word_error_rates.py" "$RUN/generate.log" "$RUN/data/test.tsv"
+    --log-format simple --log-interval "$((UPDATES > 60 ? UPDATES / 60 : 1))"
+recognise generate "$RUN/checkpoints/checkpoint_best.pt"
+word_error_rates word-error-rates generate
 SHOW='\.png' step curve python -m fairseq_sharing.tools.main curves "$RUN/train.log" --out "$RUN/curve.png" --force

@@ -23,7 +23,7 @@ MAX_TOKENS=${MAX_TOKENS:-500} # tokens per update
 DROPOUT=${DROPOUT:-0}
 LOG_INTERVAL=${LOG_INTERVAL:-500} # updates between two lines of the log
 VALIDATE=${VALIDATE:-1000}        # updates between two validations, each of which saves the model
-AVERAGE=${AVERAGE:-5}             # how many saved models to average for decoding
+AVERAGE=${AVERAGE:-5}             # how many saved models to average for decoding, or as many as there are
 BEAM=${BEAM:-4}
 LENPEN=${LENPEN:-1.0}
 RUN=${RUN:-strategies-run} # folder for everything that is written
@@ -39,9 +39,7 @@ results() { python "$here/strategies.py" "$RUN" "$@"; }
 # decode NAME WHEN UPDATE: the average of the last models up to an update, into $RUN/NAME.WHEN.de.xz.
 decode() {
     local name=$1 when=$2 last=$3
-    SHOW='averaged|rror:' step "$name-average-$when" python -m fairseq_sharing.tools.main average --inputs "$RUN/$name" \
-        --num-update-checkpoints "$AVERAGE" --checkpoint-upper-bound "$last" \
-        --output "$RUN/$name/averaged-$when.pt" --force
+    average_models "$name" "$when" "$last"
     clear_unless_done "$name-decode-$when" "$RUN/$name-decode-$when.log"
     SHOW='Translated|rror:' step "$name-decode-$when" python -m fairseq_cli.generate "$RUN/data/bin" \
         --user-dir "$repo/fairseq_sharing" --task translation -s en -t de --path "$RUN/$name/averaged-$when.pt" \
