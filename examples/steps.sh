@@ -12,7 +12,7 @@ dry_run=${dry_run:-}
 smoke=
 NEEDS=${NEEDS:-fairseq sentencepiece} # modules of Python
 child='' viewer=''
-SHOW='train_inner|valid on|model params|parameter sets? \(|residual scalings|Loaded checkpoint|done training|Evaluated|Perplexity|rror:'
+SHOW='train_inner|valid on|valid_loss|model params|parameter sets? \(|residual scalings|Loaded checkpoint|done training|Evaluated|Perplexity|rror:'
 
 die() {
     printf '%s: %s\n' "$0" "$*" >&2
@@ -128,21 +128,25 @@ step() {
 pack() {
     [ -n "$dry_run" ] ||
         grep -E '\{"epoch"|train_inner|valid on|residual scalings|coder: [0-9]+ layer|shared model params|Loaded checkpoint' \
-            "$RUN/$1.log" | sed "s|$RUN/||g" | xz -9e >"$RUN/$1.log.xz"
+            "$RUN/$1.log" | sed "s|$RUN/||g" | xz -9e >"$RUN/$1.log.partial"
+    [ -n "$dry_run" ] || mv "$RUN/$1.log.partial" "$RUN/$1.log.xz"
 }
 
-# read_options ARGUMENT...: set dry_run and smoke; --help prints the comment at the top of the script.
+# read_options NAMES ARGUMENT...: set dry_run and smoke, where NAMES has --dry-run and --smoke; --help prints the comment at
+# the top of the script.
 read_options() {
-    local option
-    for option in "$@"; do
+    local names=$1 option
+    for option in "${@:2}"; do
         case $option in
-            --dry-run) dry_run=1 ;;
-            --smoke) smoke=1 ;;
             -h | --help)
                 sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p;}' "$0"
                 exit
                 ;;
-            *) die "$option is neither --dry-run nor --smoke; everything else is set by variables" ;;
+        esac
+        [[ " $names " == *" $option "* ]] || die "$option is not ${names:+one of $names }--help: all else is set by variables"
+        case $option in
+            --dry-run) dry_run=1 ;;
+            --smoke) smoke=1 ;;
         esac
     done
 }

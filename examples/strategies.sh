@@ -18,6 +18,11 @@ for name in $NORMS; do
     [[ $name =~ ^(pre-ln|admin)$ ]] || die "NORMS=$NORMS names $name: there are pre-ln and admin"
 done
 
+need_whole_numbers UPDATES VALIDATE AVERAGE
+[ "$AVERAGE" -gt 0 ] || die "AVERAGE=$AVERAGE must be at least 1"
+[ "$VALIDATE" -gt 0 ] && [ $((UPDATES % VALIDATE)) = 0 ] && [ "$UPDATES" -gt 0 ] ||
+    die "UPDATES=$UPDATES must be a multiple of VALIDATE=$VALIDATE, after which models are saved"
+
 # describe_model FAMILY SYSTEM NORM STACK...: FAMILY is transformer, transformer_lm or s2t_transformer.
 describe_model() {
     local family=$1 system=$2 norm=$3 layers=$LAYERS stack
@@ -46,13 +51,13 @@ describe_model() {
 }
 
 # average_models NAME WHEN UPDATE: the last AVERAGE models of a training up to an update, or as many as there are, into
-# $RUN/NAME/averaged-WHEN.pt.
+# $RUN/NAME/averaged-WHEN.pt. fairseq saves no model of an update that ends an epoch.
 average_models() {
     local name=$1 when=$2 last=$3 path update count=0
     if [ ! -e "$RUN/$name-average-$when.done" ]; then
-        for path in $(compgen -G "$RUN/$name/checkpoint_*_*.pt"); do
+        for path in "$RUN/$name"/checkpoint_*_*.pt; do
             update=${path##*_}
-            if [ "${update%.pt}" -le "$last" ]; then count=$((count + 1)); fi
+            if [ -e "$path" ] && [ "${update%.pt}" -le "$last" ]; then count=$((count + 1)); fi
         done
         [ "$count" -gt 0 ] || die "$RUN/$name has no model saved after VALIDATE=$VALIDATE updates, or a multiple of it, up to" \
             "$last: an epoch ends with each of them, and fairseq saves none then; choose another VALIDATE and another RUN"

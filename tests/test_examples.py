@@ -29,7 +29,7 @@ def example(request, tmp_path):
 
 
 def call(script, values, **changes) -> subprocess.CompletedProcess:
-    return subprocess.run([script], env={**values, **changes}, capture_output=True, text=True)
+    return subprocess.run(script, env={**values, **changes}, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -75,10 +75,24 @@ def write_script(folder: Path, body: str) -> Path:
     """Write a script of steps, which writes to ``run``."""
     path = folder / "script.sh"
     path.write_text(
-        f"#!/usr/bin/env bash\nRUN={folder}/run NEEDS=sys\nsource {REPOSITORY}/examples/steps.sh\n{body}\n", "utf-8"
+        f'#!/usr/bin/env bash\nRUN="{folder}/run" NEEDS=sys\nsource "{REPOSITORY}/examples/steps.sh"\n{body}\n', "utf-8"
     )
     path.chmod(0o755)
     return path
+
+
+SCRIPTS = sorted(path for path in (REPOSITORY / "examples").glob("*/*.sh") if path.name != "desk.sh")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_what_is_no_option_is_refused(script, tmp_path):
+    """--dry-run too, where a script would do all in earnest; --help prints the comment at the top."""
+    text = script.read_text("utf-8")
+    for option in (name for name in ("--dry-run", "--smoke", "--updates") if name not in text):
+        done = call([script, option], environment(RUN=str(tmp_path / "run"), WORK=str(tmp_path / "work")))
+        assert done.returncode == 2 and f"{option} is not " in done.stderr and not list(tmp_path.iterdir())
+    done = call([script, "--help"], environment())
+    assert done.returncode == 0 and f"# {done.stdout.splitlines()[0]}\n" in text
 
 
 def test_a_folder_with_much_in_it_is_refused(tmp_path):

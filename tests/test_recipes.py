@@ -437,7 +437,7 @@ def test_refuses_with_one_sentence(tmp_path, script, changes, sentence):
 def test_options(tmp_path, script):
     refused = call(script, "--smok")
     assert refused.returncode == 2 and refused.stderr.endswith(
-        "--smok is neither --dry-run nor --smoke; everything else is set by variables\n"
+        "--smok is not one of --dry-run --smoke --help: all else is set by variables\n"
     )
     shown = call(script, "--help").stdout
     assert shown.startswith("The published ") and "--dry-run" in shown and "set -" not in shown

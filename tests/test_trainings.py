@@ -156,6 +156,10 @@ def test_wrong_settings(family, tmp_path):
     for values, sentence in (
         ({"SYSTEMS": "vanilla circle"}, "SYSTEMS=vanilla circle names circle"),
         ({"NORMS": "post-ln"}, "NORMS=post-ln names post-ln"),
+        ({"UPDATES": "500"}, "UPDATES=500 must be a multiple of VALIDATE=1000"),
+        ({"UPDATES": "0"}, "UPDATES=0 must be a multiple of VALIDATE=1000"),
+        ({"AVERAGE": "0"}, "AVERAGE=0 must be at least 1"),
+        ({"AVERAGE": "five"}, "AVERAGE=five must be a whole number"),
     ):
         done = call(script, environment(RUN=str(tmp_path / "run"), **values))
         assert done.returncode == 2 and sentence in done.stderr and not list(tmp_path.iterdir())
@@ -166,7 +170,7 @@ def test_speech_is_pre_ln_and_needs_data(tmp_path):
     done = call(script, environment(RUN=run))
     assert done.returncode == 2 and "DATA= must name a folder" in done.stderr
     done = call(script, environment(RUN=run, DATA=str(tmp_path), NORMS="pre-ln admin"))
-    assert done.returncode == 2 and "NORMS=pre-ln admin: fairseq's speech-to-text Transformer is Pre-LN" in done.stderr
+    assert done.returncode == 2 and "NORMS=pre-ln admin: fairseq-train has no flag" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -205,16 +209,16 @@ def test_a_system_is_timed_when_vanilla_comes_later(tmp_path):
     script = tmp_path / "script.sh"
     script.write_text(
         f"""#!/usr/bin/env bash
-RUN={run} NEEDS=sys NORMS=pre-ln LRS=0.004 SEEDS="1 2" UPDATES=10 VALIDATE=5
-source {examples}/steps.sh
-source {examples}/strategies.sh
+RUN="{run}" NEEDS=sys NORMS=pre-ln LRS=0.004 SEEDS="1 2" UPDATES=10 VALIDATE=5 AVERAGE=1
+source "{examples}/steps.sh"
+source "{examples}/strategies.sh"
 results() {{
     case $1 in
         --best-rate) echo 0.004 ;;
-        *) if [ -e $RUN/pre-ln-vanilla-lr0.004-seed1.finished ]; then echo 5; fi ;;
+        *) if [ -e "$RUN/pre-ln-vanilla-lr0.004-seed1.finished" ]; then echo 5; fi ;;
     esac
 }}
-try() {{ echo "$*" >>$RUN/tried; }}
+try() {{ echo "$*" >>"$RUN/tried"; }}
 compare() {{ mkdir -p "$RUN/$1" && touch "$RUN/$1/checkpoint_1_5.pt" && try_twice "$1" "$2" "$3" try; }}
 begin
 each_training
@@ -241,27 +245,27 @@ each_training
 
 def test_the_last_models_are_averaged_or_as_many_as_there_are(tmp_path):
     """And where each multiple of VALIDATE ends an epoch there is none, which is said."""
-    script = tmp_path / "script.sh"
+    run, script = tmp_path / "a run", tmp_path / "script.sh"
     script.write_text(
         f"""#!/usr/bin/env bash
-RUN={tmp_path} AVERAGE=2 VALIDATE=5
-source {REPOSITORY}/examples/steps.sh
-source {REPOSITORY}/examples/strategies.sh
+RUN="{run}" AVERAGE=2 VALIDATE=5 UPDATES=15
+source "{REPOSITORY}/examples/steps.sh"
+source "{REPOSITORY}/examples/strategies.sh"
 step() {{ echo "$*"; }}
 average_models cycle same-time "$LAST"
 """,
         "utf-8",
     )
     script.chmod(0o755)
-    (tmp_path / "cycle").mkdir()
+    (run / "cycle").mkdir(parents=True)
     for name in ("1_5", "1_10", "2_15", "_last", "_best"):
-        (tmp_path / "cycle" / f"checkpoint_{name.lstrip('_')}.pt").touch()
+        (run / "cycle" / f"checkpoint_{name.lstrip('_')}.pt").touch()
     for last, models in ((5, 1), (10, 2), (15, 2)):
         done = call(script, environment(LAST=str(last)))
         assert f"--num-update-checkpoints {models} --checkpoint-upper-bound {last} " in done.stdout, done.stderr
     done = call(script, environment(LAST="4"))
     assert done.returncode == 2 and "no model saved after VALIDATE=5 updates" in done.stderr and not done.stdout
-    (tmp_path / "cycle-average-same-time.done").touch()  # its models may be gone then
+    (run / "cycle-average-same-time.done").touch()  # its models may be gone then
     assert call(script, environment(LAST="4")).returncode == 0
 
 
@@ -278,10 +282,10 @@ def test_two_systems_from_text_to_table(family, tmp_path):
         lines = read(path)[: 100 if "train" in path.name else 20]
         (tmp_path / "data" / path.name).write_bytes(lzma.compress("".join(f"{line}\n" for line in lines).encode()))
     run = tmp_path / "run"
-    sizes = {"SHARED_WIDTH": "16", "UNIVERSAL_WIDTH": "24", "HEADS": "2", "VOCAB": "300", "UPDATES": "8", "WARMUP": "2"}
-    steps = {"VALIDATE": "2", "AVERAGE": "1", "LOG_INTERVAL": "2", "LRS": "0.001 0.004", "SEEDS": "1 2"}
+    sizes = {"SHARED_WIDTH": "16", "UNIVERSAL_WIDTH": "24", "HEADS": "2", "VOCAB": "300", "WARMUP": "2"}
+    steps = {"UPDATES": "8", "VALIDATE": "2", "AVERAGE": "1", "LOG_INTERVAL": "2", "LRS": "0.001 0.004", "SEEDS": "1 2"}
     if family == "speech_to_text":  # at the end of an epoch fairseq saves no model of that update
-        steps |= {"MAX_TOKENS": "900", "VALIDATE": "3", "CONV": "16"}
+        steps |= {"MAX_TOKENS": "900", "VALIDATE": "3", "UPDATES": "9", "CONV": "16"}
     values = environment(
         **sizes, **steps, SYSTEMS="vanilla cycle", NORMS="pre-ln", DATA=str(tmp_path / "data"), RUN=str(run)
     )

@@ -6,6 +6,7 @@ repo=$(cd "$here/../.." && pwd)
 DATA=${DATA:-$here/data}
 # shellcheck source=../steps.sh
 source "$here/../steps.sh"
+read_options "${options:-}" "$@"
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 plugin=$repo/fairseq_sharing
 bin=$RUN/bin

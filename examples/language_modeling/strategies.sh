@@ -4,6 +4,7 @@
 #
 #   examples/language_modeling/strategies.sh
 #   SYSTEMS="vanilla cycle" NORMS=pre-ln SEEDS=1 RUN=lm-some examples/language_modeling/strategies.sh
+#   examples/language_modeling/strategies.sh --dry-run    print every command; do and write nothing
 #
 # Each system is trained at each of LRS with the first seed; the rate with the best validation loss is taken for the
 # other seeds. Each training is evaluated on the test part at its end, and where it was in the time that Vanilla of the
@@ -27,6 +28,7 @@ AVERAGE=${AVERAGE:-5}             # how many saved models to average for the eva
 RUN=${RUN:-lm-strategies-run}     # folder for everything that is written
 
 patience=--exclusive # while another call prepares the text
+options=--dry-run
 # shellcheck source=desk.sh
 source "$(dirname "${BASH_SOURCE[0]}")/desk.sh"
 # shellcheck source=../strategies.sh

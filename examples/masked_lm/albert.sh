@@ -17,7 +17,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)
 # shellcheck source=../steps.sh
 source "$here/../steps.sh"
-read_options "$@"
+read_options "--dry-run --smoke" "$@"
 if [ -n "$smoke" ]; then # other defaults for what follows
     WORK=${WORK:-albert-smoke}
     TEXT=${TEXT:-$WORK/data/imitation/text.txt} GLUE_DIR=${GLUE_DIR:-$WORK/data/imitation/glue} TASK=${TASK-mrpc}

@@ -37,6 +37,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)
 # shellcheck source=../steps.sh
 source "$here/../steps.sh"
+read_options "" "$@"
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 
 NEEDS="fairseq sentencepiece sklearn"

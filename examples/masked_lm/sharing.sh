@@ -7,7 +7,6 @@
 #
 # Stopped by Ctrl-C or otherwise, the same command goes on where it was. Two cores take a call each, one for each of WIDTHS,
 # with the same RUN.
-set -euo pipefail
 SHARED=${SHARED:-all attention ffn none} # what the layers share
 export EMBED=${EMBED:-128}               # H
 WIDTHS=${WIDTHS:-$EMBED 32}              # E
@@ -17,9 +16,12 @@ export SETS=${SETS:-novels} STARTS=${STARTS:-pretrained}
 RUN=${RUN:-sharing-run} # a folder in it for each
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=../steps.sh
+source "$here/../steps.sh"
+read_options "" "$@"
 for shared in $SHARED; do
     [[ $shared =~ ^(all|attention|ffn|none)$ ]] ||
-        { echo "$0: SHARED=$SHARED names $shared: there are all, attention, ffn and none" >&2 && exit 2; }
+        die "SHARED=$SHARED names $shared: there are all, attention, ffn and none"
 done
 for width in $WIDTHS; do
     for shared in $SHARED; do
@@ -29,7 +31,8 @@ for width in $WIDTHS; do
             attention | ffn) parts="--sharing-parts $shared" ;;
         esac
         printf '\n==== %s shared, E=%s\n' "$shared" "$width"
-        MODEL_ARGS="--untie-weights-roberta $parts" UNIQUE=$unique FACTORIZED=$width RUN=$RUN/$shared-$width "$here/run.sh"
+        export MODEL_ARGS="--untie-weights-roberta $parts" UNIQUE=$unique FACTORIZED=$width
+        RUN=$RUN/$shared-$width attend "$here/run.sh" || die "$RUN/$shared-$width was stopped or failed"
     done
 done
 python "$here/sharing.py" "$RUN"

@@ -1,13 +1,14 @@
 # shellcheck shell=bash
 # What run.sh and strategies.sh have in common: the clips, one training, its word error rates. Sourced, not run, once the
-# variables are set: DATA, RUN, CONV, UPDATES, WARMUP, MAX_TOKENS, CTC, DROPOUT, SPECAUGMENT, BEAM.
+# variables are set: DATA, AUDIO, RUN, CONV, UPDATES, WARMUP, MAX_TOKENS, CTC, DROPOUT, SPECAUGMENT, BEAM.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)
 DATA=${DATA:-$here/data}
 AUDIO=${AUDIO:-$DATA}
-NEEDS="fairseq sentencepiece soundfile"
+NEEDS="fairseq sentencepiece kaldi_native_fbank soundfile editdistance"
 # shellcheck source=../steps.sh
 source "$here/../steps.sh"
+read_options "${options:-}" "$@"
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 plugin=$repo/fairseq_sharing
 

@@ -14,7 +14,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)
 # shellcheck source=../steps.sh
 source "$here/../steps.sh"
-read_options "$@"
+read_options "--dry-run --smoke" "$@"
 if [ -n "$smoke" ]; then # other defaults for what follows
     WORK=${WORK:-librispeech-smoke}
     VOCAB=${VOCAB:-60} DISK=${DISK:-1} TESTS=${TESTS:-test-clean}

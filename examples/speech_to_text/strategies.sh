@@ -4,6 +4,7 @@
 #
 #   DATA=corpus examples/speech_to_text/strategies.sh    a folder with {train,valid,test}.tsv, and audio
 #   DATA=corpus SYSTEMS="vanilla cycle" SEEDS=1 RUN=speech-some examples/speech_to_text/strategies.sh
+#   DATA=corpus examples/speech_to_text/strategies.sh --dry-run    print every command; do and write nothing
 #
 # The TSVs have the columns audio (a path below AUDIO, which is DATA unless set) and text. Each system is trained at each
 # of LRS with the first seed; the rate with the best validation loss is taken for the other seeds. Each training is
@@ -19,7 +20,7 @@ CONV=${CONV:-64}                 # channels of the convolutions that shorten the
 HEADS=${HEADS:-4}
 UPDATES=${UPDATES:-20000}      # training length
 WARMUP=${WARMUP:-1600}         # updates until the learning rate is at its highest; then it falls with the square root
-MAX_TOKENS=${MAX_TOKENS:-4000} # frames of 10 ms per update
+MAX_TOKENS=${MAX_TOKENS:-4000} # frames of 10 ms per update; no clip may be longer
 CTC=${CTC:-0.3}                # weight of the CTC loss on the encoder
 DROPOUT=${DROPOUT:-0}
 SPECAUGMENT=${SPECAUGMENT:-none}  # none, lb or ld
@@ -27,17 +28,18 @@ LOG_INTERVAL=${LOG_INTERVAL:-500} # updates between two lines of the log
 VALIDATE=${VALIDATE:-1000}        # updates between two validations, each of which saves the model
 AVERAGE=${AVERAGE:-5}             # how many saved models to average for decoding, or as many as there are
 BEAM=${BEAM:-5}
-NORMS=${NORMS:-pre-ln}            # fairseq's speech model has no other
+NORMS=${NORMS:-pre-ln}            # fairseq-train has no flag for others in speech
 RUN=${RUN:-speech-strategies-run} # folder for everything that is written
 
 patience=--exclusive # while another call prepares the clips
+options=--dry-run
 # shellcheck source=desk.sh
 source "$(dirname "${BASH_SOURCE[0]}")/desk.sh"
 # shellcheck source=../strategies.sh
 source "$here/../strategies.sh"
-[ "$DATA" != "$here/data" ] || die "DATA= must name a folder with train.tsv, valid.tsv, test.tsv and audio: the 28 clips in" \
+[ ! "$DATA" -ef "$here/data" ] || die "DATA= must name a folder with train.tsv, valid.tsv, test.tsv and audio: the 28 clips in" \
     "$DATA are too few to compare anything"
-[ "$NORMS" = pre-ln ] || die "NORMS=$NORMS: fairseq's speech-to-text Transformer is Pre-LN, so there is only NORMS=pre-ln"
+[ "$NORMS" = pre-ln ] || die "NORMS=$NORMS: fairseq-train has no flag for a speech-to-text Transformer that is not Pre-LN"
 results() { python "$here/strategies.py" "$RUN" "$@"; }
 
 # rates NAME WHEN UPDATE: word error rates of the average of the last models up to an update, into $RUN/NAME.WHEN.txt.

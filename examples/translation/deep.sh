@@ -4,6 +4,7 @@
 #
 #   examples/translation/deep.sh
 #   LAYERS="12 18" SEEDS="1 2 3" LRS="0.002 0.008" examples/translation/deep.sh
+#   examples/translation/deep.sh --dry-run    print every command; do and write nothing
 #
 # Stopped by Ctrl-C or otherwise, the same command goes on from the last saved model; a finished training is not done
 # again. More LAYERS, SEEDS, LRS and SYSTEMS may be asked for in a later call with the same RUN.
@@ -26,6 +27,7 @@ LOG_INTERVAL=${LOG_INTERVAL:-20} # updates between two lines of the log
 VALIDATE=${VALIDATE:-100}       # updates between two validations, each of which saves the model
 RUN=${RUN:-deep-run}           # folder for everything that is written
 
+options=--dry-run
 # shellcheck source=desk.sh
 source "$(dirname "${BASH_SOURCE[0]}")/desk.sh"
 

@@ -6,6 +6,7 @@ repo=$(cd "$here/../.." && pwd)
 DATA=${DATA:-$here/data}
 # shellcheck source=../steps.sh
 source "$here/../steps.sh"
+read_options "${options:-}" "$@"
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 
 # prepare_text: the data folder of all trainings.

@@ -67,6 +67,14 @@ die() {
     printf 'quickstart: %s\n' "$*" >&2
     exit "${status:-2}"
 }
+case ${1-} in
+    '') ;;
+    -h | --help)
+        sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p;}' "$0"
+        exit
+        ;;
+    *) die "$1 is not --help: all else is set by variables" ;;
+esac
 sharing() { PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}" python -m fairseq_sharing.tools.main "$@"; }
 
 # --- children: every command runs in the background, so that a signal is answered at once and nothing outlives us

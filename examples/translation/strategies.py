@@ -55,11 +55,9 @@ def results(runs: list[Run], when: str, baselines: dict[int, Run], args) -> dict
             raise ValueError(f"{run.path} has {len(lines)} translations, {args.reference} has {len(reference)} lines")
     bleu, chrf = score(found, reference)
     columns = {"BLEU": spread(bleu, 2)} | ({"chrF2": spread(chrf, 2)} if when == "end" else {})
-    if runs[0].system != "vanilla" and all(run.seed in baselines for run in runs):
-        values = [
-            bootstrap(baselines[run.seed].result("end", ENDING), lines, reference)
-            for run, lines in zip(runs, found, strict=True)
-        ]
+    others = [baselines[run.seed].result("end", ENDING) if run.seed in baselines else None for run in runs]
+    if runs[0].system != "vanilla" and None not in others:
+        values = [bootstrap(other, lines, reference) for other, lines in zip(others, found, strict=True)]
         columns["p"] = " ".join(f"{value:.3f}" for value in values)
     return columns
 

@@ -4,6 +4,7 @@
 #
 #   examples/translation/strategies.sh
 #   SYSTEMS="vanilla cycle" NORMS=admin SEEDS=1 RUN=strategies-some examples/translation/strategies.sh
+#   examples/translation/strategies.sh --dry-run    print every command; do and write nothing
 #
 # Each system is trained at each of LRS with the first seed; the rate with the best validation loss is taken for the
 # other seeds. Each training is decoded at its end, and where it was in the time that Vanilla of the same NORM takes.
@@ -30,6 +31,7 @@ RUN=${RUN:-strategies-run} # folder for everything that is written
 
 NEEDS="fairseq sentencepiece sacrebleu"
 patience=--exclusive # while another call prepares the text
+options=--dry-run
 # shellcheck source=desk.sh
 source "$(dirname "${BASH_SOURCE[0]}")/desk.sh"
 # shellcheck source=../strategies.sh

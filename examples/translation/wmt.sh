@@ -19,7 +19,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)
 # shellcheck source=../steps.sh
 source "$here/../steps.sh"
-read_options "$@"
+read_options "--dry-run --smoke" "$@"
 if [ -n "$smoke" ]; then # other defaults for what follows
     WORK=${WORK:-wmt-smoke}
     N=${N:-4} M=${M:-2} VOCAB=${VOCAB:-400} DISK=${DISK:-1} WORKERS=${WORKERS:-1}
