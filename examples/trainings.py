@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fairseq_sharing.tools.curves import SCORES, Result, draw
-from fairseq_sharing.tools.logs import JSON_LINE, Validation, parse_json, read_lines, read_validations
+from fairseq_sharing.tools.logs import Validation, interval_median, read_lines, read_validations, unique_parameters
 
 NAME = re.compile(r"(?P<norm>pre-ln|admin)-(?P<system>[a-z_]+)-lr(?P<lr>[\d.e-]+)-seed(?P<seed>\d+)\.log(\.xz)?")
 NORMS = {"pre-ln": "Pre-LN", "admin": "Post-LN, Admin"}
@@ -65,7 +65,7 @@ class Run:
     @property
     def parameters(self) -> int:
         """The unique parameters."""
-        return int(self.find(r"shared model params: ([\d,]+)")[1].replace(",", ""))
+        return unique_parameters(self.lines)
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -90,8 +90,7 @@ class Run:
 
     def median(self, name: str) -> float:
         """Return the median of what fairseq has logged after each interval."""
-        records = (parse_json(match[0]) for match in map(JSON_LINE.search, self.lines) if match)
-        return statistics.median(float(record[name]) for record in records if name in (record or ()))
+        return interval_median(self.lines, name)
 
     def find(self, pattern: str) -> re.Match:
         """Return the first match in the log.

@@ -1,5 +1,6 @@
 """Learning curves and scores: what `fairseq-sharing curves` reads, draws and refuses."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from conftest import FOUR_FROM_TWO, run, train_command
 from torch.utils.tensorboard import SummaryWriter
 
 from fairseq_sharing.tools.curves import Result, draw_results, name_runs, read_results
-from fairseq_sharing.tools.logs import read_validations
+from fairseq_sharing.tools.logs import interval_median, read_validations, unique_parameters
 from fairseq_sharing.tools.main import main
 from fairseq_sharing.tools.picture import drawing
 
@@ -208,3 +209,17 @@ def test_scores_in_three_formats(tmp_path, capsys):
         assert words in fails(capsys, "--results", tmp_path / name, "--out", tmp_path / "no.png")
     assert "cannot read" in fails(capsys, "--results", tmp_path / "none.csv", "--out", tmp_path / "no.png")
     assert not (tmp_path / "no.png").exists()
+
+
+def test_pace_and_parameters_of_a_log():
+    """In both formats; what validation logs under a like name does not count."""
+    head = ["fairseq_cli.train | num. shared model params: 478,208 (num. trained: 478,208)"]
+    paces = ((10, 1), (1e6, 3), (20, 5))
+    simple = [f"train_inner | epoch 001: loss=9, wps={wps}, ups={ups}, wpb=1" for wps, ups in paces]
+    records = [json.dumps({"epoch": 1, "wps": str(wps), "ups": str(ups)}) for wps, ups in paces]
+    valid = json.dumps({"epoch": 1, "valid_wps": "70", "valid_num_updates": "5"})
+    for lines in (simple, [*records, valid, '{"epoch": 1, "wps": "7']):
+        assert unique_parameters(head + lines) == 478208
+        assert (interval_median(lines, "wps"), interval_median(lines, "ups")) == (20, 3)
+        with pytest.raises(ValueError, match="no line with the number of parameters"):
+            unique_parameters(lines)

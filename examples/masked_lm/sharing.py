@@ -17,10 +17,9 @@ from runs import best_rate, finished_logs, mean_and_spread, read_runs
 from tabulate import tabulate
 
 from fairseq_sharing.tools.curves import SCORES, Result, draw
-from fairseq_sharing.tools.logs import Validation, read_lines, read_validations
+from fairseq_sharing.tools.logs import Validation, interval_median, read_lines, read_validations, unique_parameters
 
 SHARED = {"all": "all", "attention": "attention", "ffn": "FFN", "none": "nothing"}
-PARAMETERS = re.compile(r"shared model params: ([\d,]+)")
 SETS = ("novels", "reviews")
 
 
@@ -44,9 +43,9 @@ class Cell:
         return finished_logs(self.folder, "pretrain").get("pretrain")
 
     @cached_property
-    def text(self) -> str:
+    def lines(self) -> list[str]:
         """What that log says."""
-        return "\n".join(read_lines(self.log))
+        return read_lines(self.log)
 
     @cached_property
     def validations(self) -> list[Validation]:
@@ -56,11 +55,11 @@ class Cell:
     @property
     def parameters(self) -> int:
         """The unique parameters, with those of the masked-LM head."""
-        return int(PARAMETERS.search(self.text)[1].replace(",", ""))
+        return unique_parameters(self.lines)
 
     def median(self, name: str) -> float:
         """Return the median of what fairseq has logged after each interval of pretraining."""
-        return statistics.median(map(float, re.findall(rf"train_inner .*\b{name}=([\d.]+)", self.text)))
+        return interval_median(self.lines, name)
 
     @property
     def minutes(self) -> float:

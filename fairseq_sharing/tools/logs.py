@@ -12,6 +12,7 @@ import logging
 import lzma
 import math
 import re
+import statistics
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \| ")
 SIMPLE_VALID = re.compile(r"epoch \d+ \| valid on '([^']+)' subset \| (.*)")
 SIMPLE_WALL = re.compile(r"num_updates=([\d.e+]+).*\bwall=([\d.e+]+)")  # from a million on fairseq writes 1e+06
 JSON_LINE = re.compile(r'\{"epoch": .*\}\s*$')
+PARAMETERS = re.compile(r"shared model params: ([\d,]+)")
 RESUMED = re.compile(r"Loaded checkpoint .* @ (\d+) updates")
 
 
@@ -139,6 +141,37 @@ def read_lines(path: Path) -> list[str]:
             return file.read().splitlines()
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def interval_median(lines: list[str], name: str) -> float:
+    """Return the median of what fairseq-train has logged after each interval under a name, such as ``ups``.
+
+    Args:
+        lines: of a log, simple or JSON.
+        name: of the value.
+    """
+    simple = re.compile(rf"train_inner .*\b{name}=([\d.e+]+)")
+    found = []
+    for line in lines:
+        record = JSON_LINE.search(line)
+        values = (parse_json(record[0]) if record else None) or {}
+        if name in values:
+            found.append(float(values[name]))
+        elif match := simple.search(line):
+            found.append(float(match[1]))
+    return statistics.median(found)
+
+
+def unique_parameters(lines: list[str]) -> int:
+    """Return how many parameters fairseq-train has counted, each shared one once.
+
+    Raises:
+        ValueError: no line of the log tells.
+    """
+    for line in lines:
+        if match := PARAMETERS.search(line):
+            return int(match[1].replace(",", ""))
+    raise ValueError("the log has no line with the number of parameters (num. shared model params)")
 
 
 def parse_json(text: str) -> dict | None:
