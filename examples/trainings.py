@@ -172,6 +172,8 @@ def spread(values: list[float], digits: int) -> str:
 def tabulate_runs(runs: list[Run], results: Callable, watts: float | None = None) -> list[dict]:
     """Return a row for each system: means over the seeds at the learning rate that was chosen.
 
+    Seeds do not differ in speed, and what else the machine did only slows: times and speeds are those of the fastest.
+
     Args:
         runs: all trainings.
         results: takes the trainings of a system, when they were tried ("end" or "same-time"), and those of Vanilla by
@@ -194,9 +196,9 @@ def tabulate_runs(runs: list[Run], results: Callable, watts: float | None = None
                 "parameters": f"{own[0].parameters:,}",
                 "rate": own[0].lr,
                 "seeds": len(own),
-                "tokens/s": f"{statistics.fmean(run.tokens_per_second for run in own):,.0f}",
-                "minutes": f"{statistics.fmean(run.minutes for run in own):.0f}",
-                **({} if watts is None else {"Wh": f"{statistics.fmean(run.minutes for run in own) / 60 * watts:.1f}"}),
+                "tokens/s": f"{max(run.tokens_per_second for run in own):,.0f}",
+                "minutes": f"{(minutes := min(run.minutes for run in own)):.0f}",
+                **({} if watts is None else {"Wh": f"{minutes / 60 * watts:.1f}"}),
                 "validation perplexity": spread([2**run.loss for run in own], 2),
             }
             for when, label in TIMES.items():
@@ -222,9 +224,9 @@ def tabulate_rates(runs: list[Run]) -> list[dict]:
 
 
 def mean_curve(runs: list[Run]) -> list[Validation]:
-    """Return the mean validation loss of several seeds after the updates that all have, and minutes at median speed."""
+    """Return the mean validation loss of several seeds after the updates that all have, and minutes of the fastest."""
     losses = [{each.updates: each.loss for each in run.validations} for run in runs]
-    pace = statistics.fmean(run.minutes_per_update for run in runs)
+    pace = min(run.minutes_per_update for run in runs)
     return [
         replace(each, loss=statistics.fmean(loss[each.updates] for loss in losses), minutes=each.updates * pace)
         for each in runs[0].validations
@@ -245,7 +247,7 @@ def draw_runs(runs: list[Run], score_name: str, mean_score: Callable, prefix: st
         chosen = {title: own for system, title in SYSTEMS.items() if (own := group(runs, norm, system))}
         curves = {title: mean_curve(own) for title, own in chosen.items()}
         scores = [
-            Result(title, mean_score(own), own[0].parameters, statistics.fmean(run.tokens_per_second for run in own))
+            Result(title, mean_score(own), own[0].parameters, max(run.tokens_per_second for run in own))
             for title, trained in chosen.items()
             if (own := [run for run in trained if run.tried])
         ]

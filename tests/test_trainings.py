@@ -51,7 +51,7 @@ def folder(tmp_path):
     write_log(tmp_path, "pre-ln-vanilla-lr0.002-seed2", 60, [6, 5, 5])
     write_log(tmp_path, "pre-ln-cycle-lr0.002-seed1", 100, [6, 5, 3.5])
     write_log(tmp_path, "pre-ln-cycle-lr0.004-seed1", 100, [6, 5, 3])
-    write_log(tmp_path, "pre-ln-cycle-lr0.004-seed2", 100, [6, 5, 4])
+    write_log(tmp_path, "pre-ln-cycle-lr0.004-seed2", 120, [6, 5, 4])  # the machine did something else too
     write_log(tmp_path, "admin-cycle-lr0.002-seed1", 100, [6, 5, 3.5])
     return tmp_path
 
@@ -65,7 +65,7 @@ def test_the_rate_is_that_of_the_first_seed(folder):
 
 
 def test_when_vanilla_ended(folder):
-    """After 180 seconds: CYCLE had done 1,800 updates, of which 1,000 were saved."""
+    """After 180 seconds: CYCLE had done 1,500 updates, of which 1,000 were saved."""
     runs = trainings.read_runs(folder)
     assert trainings.when_vanilla_ended(runs, "pre-ln-cycle-lr0.004-seed2", 1000) == 1000
     assert trainings.when_vanilla_ended(runs, "admin-cycle-lr0.002-seed1", 1000) is None
@@ -116,7 +116,7 @@ def test_the_table_of_word_error_rates(folder):
 
 
 def test_the_pictures_of_a_comparison(folder, monkeypatch):
-    """One for each normalisation: mean loss of the seeds, minutes at median speed; a score is of what was decoded."""
+    """One for each normalisation: mean loss of the seeds, minutes of the fastest; a score is of what was decoded."""
     for name in ("pre-ln-vanilla-lr0.002-seed1", "pre-ln-cycle-lr0.004-seed1", "admin-cycle-lr0.002-seed1"):
         (folder / f"{name}.end.txt").touch()
     drawn = []
