@@ -116,6 +116,34 @@ def test_the_table_of_word_error_rates(folder):
     assert names[-1] == "WER in Vanilla's time" and "WER, all" not in names
 
 
+@pytest.mark.parametrize(
+    ("family", "folder"),
+    [
+        ("language_modeling", "strategies"),
+        ("speech_to_text", "strategies"),
+        pytest.param("translation", "strategies", marks=pytest.mark.slow),  # the bootstraps take a minute
+        pytest.param("translation", "strategies-long", marks=pytest.mark.slow),
+    ],
+)
+def test_the_tables_in_the_readmes_are_those_of_the_logs(family, folder):
+    """Row by row; a README may leave columns out."""
+    home = REPOSITORY / "examples" / family
+    command = [sys.executable, home / "strategies.py", home / folder, "--watts", "5"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in printed.splitlines()[2:]]
+    text = (home / "README.md").read_text("utf-8")
+    written = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    assert len(rows) >= 4
+    for row in rows:
+        assert any(is_part(cells, row) for cells in written if len(cells) > 8), row
+
+
+def is_part(cells: list[str], row: list[str]) -> bool:
+    """Whether cells are those of a row in their order, of which some may be missing."""
+    left = iter(row)
+    return all(cell in left for cell in cells)
+
+
 def test_the_pictures_of_a_comparison(folder, monkeypatch):
     """One for each normalisation: mean loss of the seeds, minutes of the fastest; a score is of what was decoded."""
     for name in ("pre-ln-vanilla-lr0.002-seed1", "pre-ln-cycle-lr0.004-seed1", "admin-cycle-lr0.002-seed1"):
