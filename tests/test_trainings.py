@@ -179,6 +179,15 @@ def test_translations_must_be_as_many_as_the_references(folder):
     assert done.returncode == 2 and "has 563 translations" in done.stderr and "562 lines" in done.stderr
 
 
+def test_a_table_while_vanilla_is_not_yet_decoded(folder):
+    """Without the comparison, and without a traceback."""
+    for name in ("pre-ln-cycle-lr0.004-seed1", "pre-ln-cycle-lr0.004-seed2"):
+        (folder / f"{name}.end.de.xz").write_bytes(lzma.compress(b"ein Satz\n" * 562))
+    script = REPOSITORY / "examples" / "translation" / "strategies.py"
+    done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True)
+    assert done.returncode == 0 and "| BLEU " in done.stdout and "| p " not in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_wrong_settings(family, tmp_path):
     script = REPOSITORY / "examples" / family / "strategies.sh"
