@@ -223,3 +223,5 @@ def test_pace_and_parameters_of_a_log():
         assert (interval_median(lines, "wps"), interval_median(lines, "ups")) == (20, 3)
         with pytest.raises(ValueError, match="no line with the number of parameters"):
             unique_parameters(lines)
+        with pytest.raises(ValueError, match="no ups of an interval: training was shorter than --log-interval"):
+            interval_median(head, "ups")

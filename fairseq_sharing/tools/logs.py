@@ -149,6 +149,9 @@ def interval_median(lines: list[str], name: str) -> float:
     Args:
         lines: of a log, simple or JSON.
         name: of the value.
+
+    Raises:
+        ValueError: the log has no such value.
     """
     simple = re.compile(rf"train_inner .*\b{name}=([\d.e+]+)")
     found = []
@@ -159,6 +162,8 @@ def interval_median(lines: list[str], name: str) -> float:
             found.append(float(values[name]))
         elif match := simple.search(line):
             found.append(float(match[1]))
+    if not found:
+        raise ValueError(f"the log has no {name} of an interval: training was shorter than --log-interval")
     return statistics.median(found)
 
 
